@@ -94,18 +94,16 @@ class Generator:
             return self.tokenizer.decode(output)
         return self.tokenizer.decode([*prompt, *output])[len(self.tokenizer.decode(prompt)) :]
 
-    def _room(self) -> int:
-        """The maximum input length. A decoder reserves half of its length for the output."""
-        longest = self.config.model.max_length
-        return longest if self._translates else max(longest // 2, 1)
-
     def _batches(self, lengths: list[int]) -> dict[int, list[int]]:
         """Sorts texts into buckets: width (a power of two from 16) -> indices, shortest first."""
+        room = self.config.model.max_length
+        if not self._translates:  # a decoder reserves half of its length for the output
+            room = max(room // 2, 1)
         widths: dict[int, list[int]] = {}
         for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):
             needed = lengths[i] + 1  # the source's eos, or the prompt's bos
-            self.cut += needed > self._room()
-            width = min(max(16, 1 << (needed - 1).bit_length()), self._room())
+            self.cut += needed > room
+            width = min(max(16, 1 << (needed - 1).bit_length()), room)
             widths.setdefault(width, []).append(i)
         return widths
 
@@ -130,16 +128,13 @@ class Generator:
             sharding = jax.tree.leaves(self.params)[0].sharding
             is_on_mesh = isinstance(sharding, NamedSharding)
             replicated = NamedSharding(sharding.mesh, P()) if is_on_mesh else None
-            decode = functools.partial(self._decode, max_new=self._max_new(width))
+            max_new = min(decoding.max_extra, max_length - 1)
+            if self._translates:
+                max_new = min(width + decoding.max_extra, max_length)
+            decode = functools.partial(self._decode, max_new=max_new)
             self._compiled[width] = jax.jit(decode, out_shardings=replicated)
         output = self._compiled[width](self.params, inputs, real, limits, numbers)
         return np.asarray(output)[: len(ids)]
-
-    def _max_new(self, width: int) -> int:
-        decoding, max_length = self.config.decoding, self.config.model.max_length
-        if self._translates:
-            return min(width + decoding.max_extra, max_length)
-        return min(decoding.max_extra, max_length - 1)
 
     def _decode(self, params, inputs, real, limits, numbers, *, max_new: int) -> jax.Array:
         decoding: DecodingConfig = self.config.decoding

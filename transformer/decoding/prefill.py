@@ -85,7 +85,11 @@ def prefill(
             f"at {last} (model.max_length); reduce max_new"
         )
     real_BxP = jnp.ones(prompt_BxP.shape, bool) if prompt_mask_BxP is None else prompt_mask_BxP
-    _check_prompt_mask(prompt_BxP, real_BxP)
+    check_array("prompt_mask", real_BxP, prompt_BxP.shape, np.integer, np.bool_)
+    check_range("prompt_mask", real_BxP, 2)
+    real = values(real_BxP)
+    if real is not None and np.any(np.diff(real.astype(np.int8), axis=1) < 0):
+        raise UserError("prompt_mask: padding after a real token; pad prompts on the left")
     real_BxP = jnp.broadcast_to(real_BxP, prompt_BxP.shape)
     options = {
         "positions": jnp.maximum(jnp.cumsum(real_BxP, axis=1) - 1, 0),
@@ -113,14 +117,6 @@ def _check(model: nn.Module, prompt_BxP: Any, source_BxS: Any) -> None:
     for name, tokens in {"prompt": prompt_BxP, "source": source_BxS}.items():
         if tokens is not None:
             check_tokens(model.config, tokens, name)
-
-
-def _check_prompt_mask(prompt_BxP: jax.Array, real_BxP: Any) -> None:
-    check_array("prompt_mask", real_BxP, prompt_BxP.shape, np.integer, np.bool_)
-    check_range("prompt_mask", real_BxP, 2)
-    real = values(real_BxP)
-    if real is not None and np.any(np.diff(real.astype(np.int8), axis=1) < 0):
-        raise UserError("prompt_mask: padding after a real token; pad prompts on the left")
 
 
 def unrolled(model: nn.Module, params: Any) -> tuple[nn.Module, Any]:

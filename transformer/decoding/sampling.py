@@ -70,7 +70,9 @@ def sample(
     prompt_BxP = first_prompt(model, prompt_BxP, source_BxS, limits_B=limits_B)
     ending = Ending.of(model.config, eos_id, pad_id, suppress_tokens)
     if temperature:
-        _check_keys(keys_B, len(prompt_BxP))
+        batch, typed = len(prompt_BxP), jnp.issubdtype(keys_B.dtype, jax.dtypes.prng_key)
+        if keys_B.ndim != (1 if typed else 2) or len(keys_B) != batch:
+            raise UserError(f"keys: expected [{batch}] keys; use jax.random.split(key, {batch})")
     draw = functools.partial(_draw, keys_B, ending, temperature, top_k, top_p)
     slots = prompt_BxP.shape[1] + max_new
     logits_BxV, memory = prefill(
@@ -127,12 +129,6 @@ def most_likely(logits_BxV: jax.Array) -> jax.Array:
     index_V = jnp.arange(logits_BxV.shape[-1], dtype=jnp.int32)
     is_best_BxV |= jnp.isnan(logits_BxV)
     return jnp.min(jnp.where(is_best_BxV, index_V, logits_BxV.shape[-1]), axis=-1)
-
-
-def _check_keys(keys_B: jax.Array, batch: int) -> None:
-    is_typed = jnp.issubdtype(keys_B.dtype, jax.dtypes.prng_key)
-    if keys_B.ndim != (1 if is_typed else 2) or len(keys_B) != batch:
-        raise UserError(f"keys: expected [{batch}] keys; use jax.random.split(key, {batch})")
 
 
 def truncate(logits_BxV: jax.Array, top_k: int, top_p: float) -> jax.Array:

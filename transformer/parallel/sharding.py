@@ -97,6 +97,11 @@ class Share:
         return {name: to_global(x) for name, x in batch.items()}
 
 
+def place(x: np.ndarray, sharding: NamedSharding) -> jax.Array:
+    """Returns a sharded array, of which every process holds the whole value `x`."""
+    return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+
+
 def _is_box(x) -> bool:
     return isinstance(x, meta.AxisMetadata)
 

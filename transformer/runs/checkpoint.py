@@ -75,17 +75,18 @@ class Checkpoints:
         `loop` is the state of the training loop, `layout` that of the model's layers, both as JSON.
         """
         items = _items(state)
-        self._abstract = jax.tree.map(_abstract, items)
+        shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+        self._abstract = jax.tree.map(shape, items)
         with disk_errors(self.folder):
             self._finish()
             self._prune()
             check_disk_space(Path(self.folder), size(state), "a checkpoint")
             self._write(step, items, Record(step, describe(items), loop, layout))
 
-    def save_params(self, params, step: int = 0) -> None:
+    def save_params(self, params) -> None:
         """Saves only parameters. They can be used and trained from, but training cannot resume."""
         with disk_errors(self.folder):
-            self._write(step, {"params": params}, Record(step, describe({"params": params})))
+            self._write(0, {"params": params}, Record(0, describe({"params": params})))
 
     def _write(self, step: int, items: dict, record: Record) -> None:
         arrays = {name: ocp.args.PyTreeSave(tree) for name, tree in items.items()}
@@ -298,10 +299,6 @@ def _items(state: TrainState) -> dict:
     return items if state.ema is None else items | {"ema": state.ema}
 
 
-def _abstract(x: jax.Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
-
-
 def _parts(items: Mapping[str, Any], limit: int) -> Iterator[dict[str, Any]]:
     """Splits the arrays of the items into parts of at most `limit` bytes, or one array.
 
@@ -324,13 +321,6 @@ def _without_empty(items: dict[str, Any]) -> dict[str, Any]:
     return {name: tree for name, tree in items.items() if not is_empty(tree)}
 
 
-@dataclasses.dataclass(frozen=True)
-class _Failure:
-    """Stands for an item that this process failed to restore."""
-
-    error: Exception
-
-
 def _returning_failures(restore: Callable) -> Callable:
     """Wraps `restore` so that it returns its error instead of raising it.
 
@@ -343,7 +333,7 @@ def _returning_failures(restore: Callable) -> Callable:
             return restore(*args, **kwargs)
         except Exception as e:
             e.__cause__ = e.__context__ = None
-            return _Failure(e.with_traceback(None))
+            return e.with_traceback(None)
 
     return guarded
 
@@ -352,8 +342,8 @@ def _restored(manager: ocp.CheckpointManager, step: int, args: Mapping[str, Any]
     """Restores the items. Raises the error of this process if one failed."""
     items = manager.restore(step, args=ocp.args.Composite(**args))
     for name in args:
-        if isinstance(items.get(name), _Failure):
-            raise items[name].error
+        if isinstance(items.get(name), Exception):
+            raise items[name]
         if items.get(name) is None:
             raise Damaged(f"{name!r} is missing")
     return {name: items[name] for name in args}

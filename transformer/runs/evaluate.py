@@ -68,13 +68,18 @@ class LoadedRun:
         return build_model(self.config.model)
 
 
-def load_trained(workdir: str | os.PathLike, config: Experiment, mesh: Mesh) -> LoadedRun:
-    """Loads the parameters of a run's last checkpoint or, if the config says so, an average."""
+def load_trained(
+    workdir: str | os.PathLike, config: Experiment, mesh: Mesh, option: str = "workdir"
+) -> LoadedRun:
+    """Loads the parameters of a run's last checkpoint or, if the config says so, an average.
+
+    `option` precedes errors: the setting that names the run.
+    """
     workdir, train = Path(workdir), config.train
     checkpoints = Checkpoints(workdir, train) if (workdir / "checkpoints").exists() else None
     if not checkpoints or not checkpoints.steps:
         raise UserError(
-            f"workdir: {workdir} has no checkpoint yet; continue training, or set "
+            f"{option}: {workdir} has no checkpoint yet; continue training, or set "
             "train.checkpoint_every"
         )
     config = dataclasses.replace(config, model=checkpoints.layout(config.model))

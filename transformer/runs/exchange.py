@@ -28,6 +28,7 @@ from transformer.model.layout import flatten
 from transformer.model.network import build_model
 from transformer.model.special_tokens import as_tuple
 from transformer.parallel.mesh import check_memory, start, use
+from transformer.parallel.sharding import place
 from transformer.runs import rundir
 from transformer.runs.checkpoint import Checkpoints
 from transformer.runs.evaluate import load_trained
@@ -59,9 +60,7 @@ def from_hf(directory: Path, workdir: Path, overrides: Mapping[str, str]) -> Exp
         abstract, shardings = abstract_state(config, build_model(config.model), optimizer, mesh)
         check_memory(abstract.params, mesh, "parameters")
         sharding_of = flatten(shardings.params)
-        put = lambda path, x: jax.make_array_from_callback(
-            x.shape, sharding_of[path], lambda index: x[index]
-        )
+        put = lambda path, x: place(x, sharding_of[path])
         params = read_params(family, config.model, tensors, put)
         origin = {"converted_from": str(directory.resolve())}
         parameters = sum(math.prod(x.shape) for x in jax.tree.leaves(params))

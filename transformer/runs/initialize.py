@@ -5,7 +5,6 @@ initialize each other. A mismatch is an error unless the config lists the parame
 anew and to drop.
 """
 
-import dataclasses
 import fnmatch
 import hashlib
 from collections.abc import Callable, Mapping
@@ -14,7 +13,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from transformer.config import Experiment, TrainConfig
@@ -22,11 +20,10 @@ from transformer.convert import open_hf
 from transformer.data.tokenizer import find_tokenizer
 from transformer.errors import UserError
 from transformer.model.layout import flatten, join, layer_shapes, part, unflatten, where
-from transformer.model.network import build_model
-from transformer.runs.checkpoint import Checkpoints
+from transformer.parallel.sharding import place
+from transformer.runs.evaluate import load_trained
 from transformer.runs.rundir import load_config
-from transformer.training.optimizer import build_optimizer
-from transformer.training.state import TrainState, abstract_state
+from transformer.training.state import TrainState
 
 
 def start_from(
@@ -74,29 +71,19 @@ def _source(
 ) -> tuple[Mapping[str, tuple[int, ...]], Callable[[str], Any]]:
     """Returns the shapes of the source by unrolled name, and a function name -> parameter."""
     if (directory / "checkpoints").is_dir():
-        config = load_config(directory)
-        checkpoints = Checkpoints(directory, config.train)
-        if not checkpoints.steps:
-            raise UserError(f"train.init_from: {directory} has no checkpoint yet")
-        config = dataclasses.replace(config, model=checkpoints.layout(config.model))
-        optimizer = build_optimizer(config.optimizer, config.train.steps, config.model)
-        abstract, _ = abstract_state(config, build_model(config.model), optimizer, mesh)
-        flat = flatten(checkpoints.evaluation_params(abstract.params))
-        places = where(config.model, flat)
+        run = load_trained(directory, load_config(directory), mesh, "train.init_from")
+        flat = flatten(run.params)
+        places = where(run.config.model, flat)
 
         def fetch(name: str) -> jax.Array:
             path, index = places[name]
             return part(flat[path], index)
 
-        return layer_shapes(config.model, flat), fetch
+        return layer_shapes(run.config.model, flat), fetch
     check_source(str(directory))
     shapes, read = open_hf(directory)
     everywhere = NamedSharding(mesh, PartitionSpec())
-    return shapes, lambda name: _put(read(name), everywhere)
-
-
-def _put(x: np.ndarray, sharding: NamedSharding) -> jax.Array:
-    return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+    return shapes, lambda name: place(read(name), everywhere)
 
 
 def _match(train: TrainConfig, targets: Mapping, sources: Mapping) -> set[str]:

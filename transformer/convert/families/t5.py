@@ -120,6 +120,8 @@ def _weights(c: ModelConfig):
                     continue
                 yield from attention(f"{theirs}.{name}", ours, False, names=("q", "k", "v", "o"))
         yield from norm(f"{side}.final_layer_norm", f"{side}/final_norm", offset=False)
+    if not c.tie_embeddings:  # a file that has this tensor is of an untied model
+        yield from linear("lm_head", "unembedding", bias=False)
 
 
 _MT5 = {"vocab_size": 250112, "d_ff": 1024, "num_layers": layer_count(8), "num_heads": 6}
@@ -135,7 +137,6 @@ FAMILIES = [
         _weights,
         changed(_FIELDS, changes),
         table="shared",
-        head="lm_head",
         special_tokens={"pad_token_id": 0, "eos_token_id": 1} | start,
         aliases={
             "hidden_size": "d_model",

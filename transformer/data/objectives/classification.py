@@ -1,8 +1,5 @@
 """Classification of texts, and tagging of words."""
 
-import dataclasses
-from typing import ClassVar
-
 import numpy as np
 
 from transformer.data.objectives.base import Draw, Objective, Segment, keep, register
@@ -11,23 +8,22 @@ from transformer.data.objectives.base import Draw, Objective, Segment, keep, reg
 class _Labels(Objective):
     """Predicts classes instead of tokens, with one text per sequence."""
 
-    families: ClassVar = ("encoder", "decoder")
-    never_splits: ClassVar = True
-    generates_text: ClassVar = False
+    families = ("encoder", "decoder")
+    never_splits = True
+    generates_text = False
 
     def sequences(self, store, part, task):
         return _LabeledSequences(store, part, task.data, whole=self.columns[-1] == "label")
 
 
 @register("classification")
-@dataclasses.dataclass(frozen=True)
 class Classification(_Labels):
     """Predicts the label of a text from bos, x_1, ..., x_n, eos.
 
     Texts that are too long are dropped or cut (`data.too_long`).
     """
 
-    columns: ClassVar = ("text", "label")
+    columns = ("text", "label")
 
     def check(self, task):
         if not task.model.num_labels:
@@ -43,14 +39,13 @@ class Classification(_Labels):
 
 
 @register("tagging")
-@dataclasses.dataclass(frozen=True)
 class Tagging(_Labels):
     """Predicts the tag of each word, at its first piece.
 
     Words and tags are separated by spaces in the data: "the cat sat", "DT NN VB".
     """
 
-    columns: ClassVar = ("text", "tags")
+    columns = ("text", "tags")
 
     def check(self, task):
         if not task.model.num_labels:

@@ -1,7 +1,6 @@
 """Masked language modeling, with and without next-sentence prediction (Devlin et al. 2019)."""
 
 import dataclasses
-from typing import ClassVar
 
 import numpy as np
 
@@ -34,8 +33,8 @@ class MaskedLM(Objective):
     whole_words: bool = False
     next_sentence: bool = False
 
-    families: ClassVar = ("encoder",)
-    generates_text: ClassVar = False
+    families = ("encoder",)
+    generates_text = False
 
     @property
     def predicts(self):

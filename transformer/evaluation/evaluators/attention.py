@@ -1,8 +1,6 @@
 """Statistics of each attention head."""
 
-import dataclasses
 from collections.abc import Iterator
-from typing import ClassVar
 
 import jax
 import numpy as np
@@ -15,7 +13,6 @@ from transformer.model.layout import flatten, part, split_layer_path, where
 
 
 @EVALUATORS.register("attention")
-@dataclasses.dataclass(frozen=True)
 class AttentionStatistics(OneBatch):
     """Statistics of each attention head, on one batch.
 
@@ -25,7 +22,7 @@ class AttentionStatistics(OneBatch):
     keys, so the model may use any attention backend.
     """
 
-    in_training: ClassVar[bool] = True
+    in_training = True
 
     def why_not(self, task):
         if not task.model.observes("heads"):

@@ -1,5 +1,6 @@
 """The interface of evaluators. A new evaluator is a class in a file of this package."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import ClassVar
 
@@ -15,6 +16,7 @@ __all__ = [
 NEEDS_TOKENS = "requires target tokens, but data.objective predicts only classes"
 
 
+@dataclasses.dataclass(frozen=True)
 class Evaluator:
     """A measurement of a model.
 

@@ -1,7 +1,6 @@
 """Loss in sequences longer than those of training."""
 
 import dataclasses
-from typing import ClassVar
 
 from transformer.checks import at_least
 from transformer.errors import UserError
@@ -19,8 +18,8 @@ class Extrapolation(Evaluator):
     (2022).
     """
 
-    in_training: ClassVar[bool] = False
-    metric_prefixes: ClassVar[tuple[str, ...]] = ("extrapolation_sliding", "context")
+    in_training = False
+    metric_prefixes = ("extrapolation_sliding", "context")
 
     times: int = 16  # a power of two
     tokens: int = 65536  # per length, from the start of the text; 0: all

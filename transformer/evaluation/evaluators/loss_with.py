@@ -2,7 +2,6 @@
 
 import dataclasses
 import re
-from typing import ClassVar
 
 from transformer.errors import UserError, nearest
 from transformer.evaluation import losses
@@ -19,7 +18,7 @@ class LossWith(Evaluator):
     Example: `dict(name="loss_with", change="model.causal=True")`.
     """
 
-    in_training: ClassVar[bool] = True
+    in_training = True
 
     change: str = ""
 

@@ -1,8 +1,5 @@
 """Sensitivity of a model to the order of tokens."""
 
-import dataclasses
-from typing import ClassVar
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,14 +9,13 @@ from transformer.evaluation.evaluators.base import EVALUATORS, Metrics, OneBatch
 
 
 @EVALUATORS.register("order")
-@dataclasses.dataclass(frozen=True)
 class Order(OneBatch):
     """Change of the last prediction of a sequence when the tokens before it are permuted.
 
     Measured on one batch. It is zero for a model that ignores the order of tokens.
     """
 
-    in_training: ClassVar[bool] = True
+    in_training = True
 
     def why_not(self, task):
         if task.model.is_encoder_decoder or not task.objective.predicts_tokens:

@@ -1,7 +1,6 @@
 """Accuracy on synthetic tasks, at the lengths of training and beyond."""
 
 import dataclasses
-from typing import ClassVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -24,7 +23,7 @@ class Probe(Evaluator):
     share of correct tokens. There are few distinct short questions, so they also occur in training.
     """
 
-    in_training: ClassVar[bool] = True
+    in_training = True
 
     task: str = ""  # "": the task of data.train
     lengths: tuple[int, ...] = ()  # (): the longest length of data.train, times 1, 2 and 4

@@ -3,7 +3,6 @@
 Shape suffixes: B batch, T length, D d_model, F d_ff.
 """
 
-import dataclasses
 import functools
 
 import jax
@@ -19,7 +18,6 @@ from transformer.model.sharding import constrain
 
 
 @FEED_FORWARDS.register("dense")
-@dataclasses.dataclass(frozen=True)
 class Dense(FeedForward):
     """The same MLP for every token."""
 
