@@ -323,9 +323,7 @@ def test_linked_shards_load_and_inconsistent_shards_raise(saved_model, tmp_path)
         (cache / file.name).symlink_to(file)
     jax.tree.map(np.testing.assert_array_equal, load_hf(cache)[1], load_hf(folder)[1])
     (cache / "model.safetensors").symlink_to(folder / "model.safetensors")
-    assert f"contains both model.safetensors and {index}; delete the outdated one" in load_error(
-        cache
-    )
+    assert f"has both model.safetensors and {index}; delete the outdated one" in load_error(cache)
     (cache / "model.safetensors").unlink()
     index_content = json.loads((cache / index).read_text())
     files = sorted(set(index_content["weight_map"].values()))

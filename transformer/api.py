@@ -14,7 +14,7 @@ from transformer.config_io import load_experiment
 from transformer.data.corpora import data_home
 from transformer.decoding.generate import Generator, check_texts
 from transformer.errors import UserError
-from transformer.mapping import apply_overrides, build, thaw
+from transformer.mapping import apply_overrides, build, to_mapping
 from transformer.parallel.mesh import start, use
 from transformer.parallel.processes import start_processes
 from transformer.runs.evaluate import LoadedRun, load_trained
@@ -48,10 +48,10 @@ def train(
     if isinstance(experiment, str | os.PathLike):
         config = load_experiment(os.fspath(experiment), overrides)
     else:
-        config = build(Experiment, thaw(experiment), overrides)
+        config = build(Experiment, to_mapping(experiment), overrides)
     cache_compiled_programs()
     train_in(config, workdir)
-    mesh_fields = {f"mesh.{name}": size for name, size in thaw(config.mesh).items()}
+    mesh_fields = {f"mesh.{name}": size for name, size in to_mapping(config.mesh).items()}
     return load_run(workdir, mesh_fields)
 
 

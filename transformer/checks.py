@@ -66,9 +66,8 @@ def at_most(section: str, config, maximum, **why: str) -> None:
     for field, reason in why.items():
         value = getattr(config, field)
         if value > maximum:
-            raise UserError(
-                f"{section}.{field}: {value:,} is too large; at most {maximum:,}: {reason}"
-            )
+            limit = f"at most {maximum:,}: {reason}"
+            raise UserError(f"{section}.{field}: {value:,} is too large; {limit}")
 
 
 def in_unit_interval(section: str, config, *fields: str) -> None:
@@ -110,7 +109,9 @@ def refuse_without_effect(
         if effect.when(config):
             continue
         for name in effect.fields:
-            value, default = _value_and_default(config, name)
+            *parents, last = name.split(".")
+            holder = functools.reduce(getattr, parents, config)
+            value, default = getattr(holder, last), type(holder).__dataclass_fields__[last].default
             value = value if "." in name else arguments.get(name, default)
             if value in (default, resolved.get(name, default)):
                 continue
@@ -122,14 +123,6 @@ def refuse_without_effect(
                 f"{reason} without {effect.needs}; set that, or "
                 f"leave {path} at {plain(resolved.get(name, default))!r}"
             )
-
-
-def _value_and_default(config, name: str) -> tuple[Any, Any]:
-    """Returns the value and the default of a dotted field."""
-    *parents, last = name.split(".")
-    for parent in parents:
-        config = getattr(config, parent)
-    return getattr(config, last), type(config).__dataclass_fields__[last].default
 
 
 # ---- Types
@@ -160,17 +153,13 @@ def strict(section: str, effects: tuple[Effect, ...] = ()):
                     "FIELD=VALUE"
                 )
             positional = dict(zip(fields, args, strict=False))
-            for name in positional:
-                if name in values:
-                    raise UserError(
-                        f"{path}{name}: given twice, by position and by name; leave one out"
-                    )
+            if twice := [name for name in positional if name in values]:
+                how = "given twice, by position and by name"
+                raise UserError(f"{path}{twice[0]}: {how}; leave one out")
+            if unknown := [name for name in values if name not in fields]:
+                way_out = nearest(unknown[0], fields)
+                raise UserError(f"{cls.__name__}.{unknown[0]}: no such field; {way_out}")
             values = positional | values
-            for name in values:
-                if name not in fields:
-                    raise UserError(
-                        f"{cls.__name__}.{name}: no such field; {nearest(name, fields)}"
-                    )
             for name, field in fields.items():
                 if field.default is dataclasses.MISSING and name not in values:
                     is_section = dataclasses.is_dataclass(hints()[name])
@@ -217,9 +206,8 @@ def coerce(value, kind, path: str):
             return value
         if origin is int and isinstance(value, float) and value.is_integer():
             return int(value)
-    raise UserError(
-        f"{path}: expected {' or '.join(map(_type_name, options))}, got {plain(value)!r}"
-    )
+    names = " or ".join(map(_type_name, options))
+    raise UserError(f"{path}: expected {names}, got {plain(value)!r}")
 
 
 def in_float32(path: str, value) -> None:

@@ -19,7 +19,7 @@ from ml_collections import ConfigDict
 from transformer.config import Experiment
 from transformer.errors import UserError, nearest
 from transformer.files import read_json
-from transformer.mapping import build, from_mapping, override, thaw
+from transformer.mapping import build, from_mapping, override, to_mapping
 from transformer.sweeps import Grid, Sweep
 
 
@@ -39,7 +39,7 @@ def load_tree(file: str) -> dict:
     """Returns the settings of an experiment file as nested dicts."""
     name = file.partition(":")[0]
     if Path(name).suffix == ".json":
-        return thaw(from_mapping(Experiment, read_json(_existing(name))))
+        return to_mapping(from_mapping(Experiment, read_json(_existing(name))))
     experiment_file = _open(file)
     with _errors_in(experiment_file.path):
         tree = experiment_file.tree()
@@ -109,7 +109,7 @@ class _File:
                 f"--config: get_config() of {str(self.path)!r} returns {config!r}; a ConfigDict or "
                 "a dict is expected"
             )
-        return thaw(config)
+        return to_mapping(config)
 
     def sweep(self) -> Sweep:
         if not hasattr(self.module, "sweep"):

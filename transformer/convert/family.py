@@ -12,7 +12,6 @@ from transformer.convert.weights import Copy, Shape, Weight, linear, same
 from transformer.errors import UserError
 from transformer.model import positions
 from transformer.model.config import ModelConfig
-from transformer.model.feed_forwards.base import FeedForward
 
 TRAINING = frozenset(
     """dropout attention_dropout activation_dropout initializer init_std embedding_init_std
@@ -144,11 +143,6 @@ def paired(table: Mapping[str, Any], config: ModelConfig) -> dict:
     return theirs
 
 
-def _feed_forward(kind: FeedForward) -> dict:
-    training = {"load_balance": 0.0, "router_z_loss": 0.0}
-    return {"name": kind.name} | dataclasses.asdict(kind) | training
-
-
 def meaning(config: ModelConfig) -> dict:
     """Returns the fields that determine what the network computes, in a canonical form."""
     names = [f.name for f in dataclasses.fields(config) if f.name not in TRAINING]
@@ -156,10 +150,12 @@ def meaning(config: ModelConfig) -> dict:
     scale = config.head_size**-0.5 if config.attention_scale is None else config.attention_scale
     layers = [layer for side in config.sides for layer in config.layers(side)]
     schemes = [positions.build(layer.position) for layer in layers]
+    kinds = [layer.feed_forward_kind for layer in layers]
+    training = {"load_balance": 0.0, "router_z_loss": 0.0}
     return fields | {
         "position": schemes[0] if schemes.count(schemes[0]) == len(schemes) else schemes,
         "window": [layer.window for layer in layers],
-        "feed_forward": [_feed_forward(layer.feed_forward_kind) for layer in layers],
+        "feed_forward": [{"name": x.name} | dataclasses.asdict(x) | training for x in kinds],
         "layer_pattern": (),
         # Without a smaller base, a parametrization only determines how a model is trained.
         "parametrization": "standard" if config.base == config else config.parametrization,

@@ -67,9 +67,7 @@ def open_directory(directory: Path) -> tuple[Family, dict, Tensors]:
     """
     file = directory / "config.json"
     if not file.is_file():
-        raise UserError(
-            f"{directory}: no config.json; choose a directory written by save_pretrained"
-        )
+        raise UserError(f"{directory}: no config.json; choose a folder written by save_pretrained")
     theirs = read_json(file)
     kind = theirs.get("model_type", "")
     name = printable(kind) if isinstance(kind, str) else shown(kind)

@@ -110,11 +110,7 @@ def rope(
     of_type = Fields(values, family, {"rope_type": ""}, inside=inside)
     name, table = of_type.one_of("rope_type", _SCALINGS)
     kind = values["rope_type"]
-    common = {
-        "rope_type": "",
-        "rope_theta": positive(theta),
-        "partial_rotary_factor": positive(fraction),
-    }
+    common = {"rope_theta": positive(theta), "partial_rotary_factor": positive(fraction)}
     f = Fields(values, f"{family} ({kind!r} rotary)", common | table, inside=inside)
     f.ignore("rope_type", "finetuned")
     out = {"name": "rotary", "theta": f.get("rope_theta")}

@@ -55,9 +55,8 @@ class Tensors:
         with np.errstate(over="ignore"):
             finite = np.isfinite(x if x.itemsize <= 4 else x.astype(np.float32))
         if not finite.all():
-            raise UserError(
-                f"{printable(name)}: holds a NaN or an infinite number; the file is damaged"
-            )
+            problem = "holds a NaN or an infinite number; the file is damaged"
+            raise UserError(f"{printable(name)}: {problem}")
         return x
 
     def shape(self, name: str) -> Shape:
@@ -99,9 +98,7 @@ def _files(directory: Path) -> dict[str, set[str] | None]:
                 "file, or save the model again"
             )
     if single not in files and (directory / single).is_file():
-        raise UserError(
-            f"{directory}: contains both {single} and {index.name}; delete the outdated one"
-        )
+        raise UserError(f"{directory}: has both {single} and {index.name}; delete the outdated one")
     return files
 
 
@@ -110,10 +107,9 @@ def _is_inside(file: str) -> bool:
 
     Links may point outside: the hub's cache consists of links.
     """
-    for path in (PurePosixPath(file), PureWindowsPath(file)):
-        if path.anchor or ".." in path.parts or not path.name:
-            return False
-    return "\0" not in file
+    paths = PurePosixPath(file), PureWindowsPath(file)
+    leaves = any(path.anchor or ".." in path.parts or not path.name for path in paths)
+    return not leaves and "\0" not in file
 
 
 def require_safetensors() -> None:
@@ -121,9 +117,8 @@ def require_safetensors() -> None:
     try:
         import safetensors  # noqa: F401
     except ImportError:
-        raise UserError(
-            "Hugging Face directories need the extra [hf]: pip install -e '.[hf]'"
-        ) from None
+        way_out = "the extra [hf]: pip install -e '.[hf]'"
+        raise UserError(f"Hugging Face directories need {way_out}") from None
 
 
 def _open(file: Path):

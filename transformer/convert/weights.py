@@ -66,9 +66,8 @@ def by_expert(shapes: Mapping[str, Shape], parts: Iterable[str]) -> dict[str, Sh
 
 def same(theirs: str, ours: str) -> Weight:
     """A tensor that holds one parameter unchanged."""
-    return Weight(
-        theirs, (ours,), lambda shapes: shapes[0], lambda x, shapes: [x], lambda xs: xs[0]
-    )
+    first = lambda items: items[0]
+    return Weight(theirs, (ours,), first, lambda x, shapes: [x], first)
 
 
 def vector(theirs: str, *ours: str) -> Weight:

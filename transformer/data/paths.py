@@ -19,8 +19,7 @@ def as_path(text: str, field: str) -> epath.Path:
             f"{field}: {text!r} cannot be read; download the file, or use a local path or gs://"
         ) from None
     except ImportError as e:
-        way_out = (
-            "the extra [gcs]: pip install -e '.[gcs]'" if scheme == "gs" else f"a package ({e})"
-        )
-        raise UserError(f"{field}: {text} needs {way_out}") from None
+        gcs = "the extra [gcs]: pip install -e '.[gcs]'"
+        needed = gcs if scheme == "gs" else f"a package ({e})"
+        raise UserError(f"{field}: {text} needs {needed}") from None
     return path

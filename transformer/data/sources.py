@@ -78,9 +78,8 @@ def expand(pattern: str, field: str = "data") -> list[epath.Path]:
             where = "" if path.is_absolute() else f"; the path is relative to {Path.cwd()}"
             raise UserError(f"{field}: no file {pattern!r}{where}")
         if path.is_dir():
-            raise UserError(
-                f"{field}: {pattern!r} is a folder; name its files: {pattern.rstrip('/')}/*"
-            )
+            files = f"{pattern.rstrip('/')}/*"
+            raise UserError(f"{field}: {pattern!r} is a folder; name its files: {files}")
         return [path]
     siblings = path.parent.iterdir() if path.parent.exists() else ()
     files = sorted(file for file in siblings if fnmatch.fnmatch(file.name, path.name))
@@ -271,9 +270,8 @@ def _huggingface(path: str, fields) -> Iterator[Example]:
     try:
         import datasets
     except ImportError:
-        raise UserError(
-            "data.format: 'huggingface' needs the extra [hf]: pip install -e '.[hf]'"
-        ) from None
+        way_out = "the extra [hf]: pip install -e '.[hf]'"
+        raise UserError(f"data.format: 'huggingface' needs {way_out}") from None
     name, _, split = path.partition(":")
     if epath.Path(name).exists():
         dataset = datasets.load_from_disk(name)

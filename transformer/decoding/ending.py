@@ -37,7 +37,7 @@ class Ending:
             check_inside(field, ids, config.vocab_size)
         if not eos_ids:
             raise UserError(
-                "eos_id: not set, so no sequence would end; pass eos_id, or set model.eos_id"
+                "eos_id: not set, so no sequence would end; pass it or set model.eos_id"
             )
         if len(set(suppressed)) == config.vocab_size:
             raise UserError("suppress_tokens: the whole vocabulary; leave one token out")

@@ -1,6 +1,6 @@
 """BLEU (sacreBLEU) and chrF of detokenized translations, against all references of each source."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import sacrebleu
 
@@ -43,12 +43,3 @@ def exact(
     """Returns ({exact: share of hypotheses that equal one of their references}, {})."""
     right = [text in accepted for text, accepted in zip(hypotheses, references, strict=True)]
     return {"exact": sum(right) / len(right)}, {}
-
-
-def translate_and_score(
-    generate: Callable, examples: Sequence[Example], score: Callable, progress: Callable
-):
-    """Returns (sources, hypotheses, references, *score(hypotheses, references)) of examples."""
-    sources, references = group(examples)
-    hypotheses = generate(sources, lambda done: progress(done, len(sources)))
-    return sources, hypotheses, references, *score(hypotheses, references)

@@ -33,9 +33,13 @@ def disable_tpu_search() -> None:
     libtpu may be installed only to plan. The search prints long warnings.
     """
     platforms = jax.config.jax_platforms  # type: ignore[attr-defined]
-    may_search = not platforms and importlib.util.find_spec("libtpu")
-    if may_search and not accelerator() and _no_tpu():
-        jax.config.update("jax_platforms", "cpu")
+    if platforms or not importlib.util.find_spec("libtpu") or accelerator():
+        return
+    with contextlib.suppress(ImportError):  # not part of JAX's public API
+        from jax._src.hardware_utils import num_available_tpu_chips_and_device_id as tpus
+
+        if not tpus()[0]:
+            jax.config.update("jax_platforms", "cpu")
 
 
 def check_platform(target: str) -> str:
@@ -64,15 +68,6 @@ def check_platform(target: str) -> str:
             f"to train on the {backend.upper()}, set --config.platform={backend}"
         )
     return backend
-
-
-def _no_tpu() -> bool:
-    """Returns whether no TPU is on the bus, by JAX's own search."""
-    try:
-        from jax._src.hardware_utils import num_available_tpu_chips_and_device_id as chips
-    except ImportError:  # not part of JAX's public API
-        return False
-    return not chips()[0]
 
 
 def make_mesh(config: MeshConfig, devices: list | None = None) -> Mesh:

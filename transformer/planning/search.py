@@ -40,7 +40,7 @@ def search(
     """
     plans: list[Plan] = []
     reasons = collections.Counter()
-    size = _num_parameters(config)
+    size = sum(math.prod(x.shape) for x in jax.tree.leaves(abstract_params(config.model)))
     state = _state_bytes(config, size)
     room = topology.chip.hbm / topology.chip.devices if topology.chip.hbm else math.inf
     rung = 0  # the rung on which the previous mesh fit; the next mesh needs about as much
@@ -138,11 +138,6 @@ def _parts(mesh: dict[str, int]) -> int:
 def _replicas(mesh: dict[str, int]) -> int:
     """Returns the number of parts into which the sequences of a batch are split."""
     return mesh["data"] * mesh["stage"] * mesh["fsdp"] * mesh["expert"]
-
-
-def _num_parameters(config: Experiment) -> float:
-    """Returns the number of parameters."""
-    return sum(math.prod(x.shape) for x in jax.tree.leaves(abstract_params(config.model)))
 
 
 def _state_bytes(config: Experiment, size: float) -> float:

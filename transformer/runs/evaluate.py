@@ -20,7 +20,7 @@ from transformer.errors import UserError
 from transformer.evaluation.loss import evaluate_loss
 from transformer.evaluation.measure import measure
 from transformer.evaluation.subject import Snapshot, Subject
-from transformer.evaluation.translation import exact, score, translate_and_score
+from transformer.evaluation.translation import exact, group, score
 from transformer.files import write_atomic
 from transformer.mapping import to_mapping
 from transformer.model.network import build_model
@@ -161,17 +161,19 @@ def _continue(generate: Generator, examples: Sequence, config: Experiment) -> Wr
 def _translate(generate: Generator, examples: Sequence, config: Experiment) -> Written:
     """Translates every source and scores it against all its references."""
     start = time.perf_counter()
+    sources, references = group(examples)
+    count = len(sources)
+    hypotheses = generate(sources, lambda done: _show_progress(done, count))
     scorer = exact if config.data.format == "probe" else score
-    *texts, scores, signatures = translate_and_score(generate, examples, scorer, _show_progress)
-    count = len(texts[0])
-    speed = count / (time.perf_counter() - start)
+    scores, signatures = scorer(hypotheses, references)
+    texts, speed = (sources, hypotheses, references), count / (time.perf_counter() - start)
     samples = []
-    for source, hypothesis, references in zip(*texts, strict=True):
+    for source, hypothesis, accepted in zip(*texts, strict=True):
         sample = f"source     {source}\nmodel      {hypothesis}\n"
-        samples.append(sample + "".join(f"reference  {text}\n" for text in references))
+        samples.append(sample + "".join(f"reference  {text}\n" for text in accepted))
     scores |= {"sentences": count, "sentences_per_second": speed}
     left_out = {"sources were cut to translate them": generate.cut} if generate.cut else {}
-    return Written(samples, scores, signatures, left_out, tuple(texts))
+    return Written(samples, scores, signatures, left_out, texts)
 
 
 def _check_text(workdir: Path, data: Data, part: str) -> None:

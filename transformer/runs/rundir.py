@@ -55,9 +55,7 @@ def check(workdir: Path, config: Experiment) -> None:
     """Raises UserError, with the differences, if the directory holds another experiment."""
     check_folder(workdir)
     if (workdir / "checkpoints").exists() and not (workdir / "checkpoints").is_dir():
-        raise UserError(
-            f"workdir: {workdir / 'checkpoints'} is a file, but must be a folder; remove it"
-        )
+        raise UserError(f"workdir: {workdir / 'checkpoints'} is a file, not a folder; remove it")
     if (workdir / "config.json").exists():
         if not has_checkpoint(workdir):
             return  # nothing has been trained yet, so another config may replace it

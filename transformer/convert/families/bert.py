@@ -200,15 +200,12 @@ def _bert_weights(kind: _Kind, c: ModelConfig):
     yield from norm(f"{root}.LayerNorm", "encoder/embedding_norm")
     for i in range(c.num_encoder_layers):
         theirs, ours = f"bert.encoder.layer.{i}", f"encoder/layers_{i}"
-        yield from attention(
-            f"{theirs}.attention", f"{ours}/self_attention", bias=True, names=_ATTENTION
-        )
-        yield from norm(
-            f"{theirs}.attention.output.LayerNorm", f"{ours}/self_attention_residual/out_norm"
-        )
-        yield from linear(f"{theirs}.intermediate.dense", f"{ours}/feed_forward/in", bias=True)
-        yield from linear(f"{theirs}.output.dense", f"{ours}/feed_forward/out", bias=True)
-        yield from norm(f"{theirs}.output.LayerNorm", f"{ours}/feed_forward_residual/out_norm")
+        attn, feed_forward = f"{ours}/self_attention", f"{ours}/feed_forward"
+        yield from attention(f"{theirs}.attention", attn, True, _ATTENTION)
+        yield from norm(f"{theirs}.attention.output.LayerNorm", f"{attn}_residual/out_norm")
+        yield from linear(f"{theirs}.intermediate.dense", f"{feed_forward}/in", bias=True)
+        yield from linear(f"{theirs}.output.dense", f"{feed_forward}/out", bias=True)
+        yield from norm(f"{theirs}.output.LayerNorm", f"{feed_forward}_residual/out_norm")
     both = c.pooler and c.num_labels and kind.sequence
     pooler, labels = both or ("bert.pooler.dense", "classifier")
     if c.pooler:

@@ -20,11 +20,8 @@ _FIELDS = {
 
 
 def _read(f: Fields, tensors: frozenset[str]) -> dict:
-    f.must(
-        "apply_residual_connection_post_layernorm",
-        False,
-        "the residual stream would start after the norm",
-    )
+    why = "the residual stream would start after the norm"
+    f.must("apply_residual_connection_post_layernorm", False, why)
     f.ignore("attention_softmax_in_fp32", "masked_softmax_fusion")
     return {
         "d_ff": 4 * f.get("hidden_size"),
@@ -38,15 +35,13 @@ def _weights(c: ModelConfig):
     yield from norm("transformer.word_embeddings_layernorm", "decoder/embedding_norm")
     for i in range(c.num_decoder_layers):
         theirs, ours = f"transformer.h.{i}", f"decoder/layers_{i}"
-        attention = f"{ours}/self_attention"
-        yield from norm(f"{theirs}.input_layernorm", f"{ours}/self_attention_residual/in_norm")
+        attention, feed_forward = f"{ours}/self_attention", f"{ours}/feed_forward"
+        yield from norm(f"{theirs}.input_layernorm", f"{attention}_residual/in_norm")
         yield from fused_by_head(f"{theirs}.self_attention.query_key_value", attention, bias=True)
         yield from linear(f"{theirs}.self_attention.dense", f"{attention}/out", bias=True, inputs=2)
-        yield from norm(
-            f"{theirs}.post_attention_layernorm", f"{ours}/feed_forward_residual/in_norm"
-        )
-        yield from linear(f"{theirs}.mlp.dense_h_to_4h", f"{ours}/feed_forward/in", bias=True)
-        yield from linear(f"{theirs}.mlp.dense_4h_to_h", f"{ours}/feed_forward/out", bias=True)
+        yield from norm(f"{theirs}.post_attention_layernorm", f"{feed_forward}_residual/in_norm")
+        yield from linear(f"{theirs}.mlp.dense_h_to_4h", f"{feed_forward}/in", bias=True)
+        yield from linear(f"{theirs}.mlp.dense_4h_to_h", f"{feed_forward}/out", bias=True)
     yield from norm("transformer.ln_f", "decoder/final_norm")
 
 

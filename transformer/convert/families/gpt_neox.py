@@ -42,16 +42,14 @@ def _write(c: ModelConfig) -> dict:
 
 def _weights(c: ModelConfig):
     residuals = ("self_attention_residual/in_norm", "feed_forward_residual/in_norm")
-    attention_norm, feed_forward_norm = (
-        ("residual/in_norm", "residual/in_norm_1") if c.parallel else residuals
-    )
+    norms = ("residual/in_norm", "residual/in_norm_1") if c.parallel else residuals
     for i in range(c.num_decoder_layers):
         theirs, ours = f"gpt_neox.layers.{i}", f"decoder/layers_{i}"
         attention, bias = f"{ours}/self_attention", c.attention_has_bias
-        yield from norm(f"{theirs}.input_layernorm", f"{ours}/{attention_norm}")
+        yield from norm(f"{theirs}.input_layernorm", f"{ours}/{norms[0]}")
         yield from fused_by_head(f"{theirs}.attention.query_key_value", attention, bias)
         yield from linear(f"{theirs}.attention.dense", f"{attention}/out", bias, inputs=2)
-        yield from norm(f"{theirs}.post_attention_layernorm", f"{ours}/{feed_forward_norm}")
+        yield from norm(f"{theirs}.post_attention_layernorm", f"{ours}/{norms[1]}")
         yield from linear(f"{theirs}.mlp.dense_h_to_4h", f"{ours}/feed_forward/in", bias=True)
         yield from linear(f"{theirs}.mlp.dense_4h_to_h", f"{ours}/feed_forward/out", bias=True)
     yield from norm("gpt_neox.final_layer_norm", "decoder/final_norm")

@@ -93,17 +93,15 @@ def _weights(c: ModelConfig):
     yield from norm("model.embeddings.norm", "encoder/embedding_norm", offset)
     for i in range(c.num_encoder_layers):
         theirs, ours = f"model.layers.{i}", f"encoder/layers_{i}"
+        attention, feed_forward = f"{ours}/self_attention", f"{ours}/feed_forward"
         if i or c.first_norm:
-            yield from norm(
-                f"{theirs}.attn_norm", f"{ours}/self_attention_residual/in_norm", offset
-            )
-        yield from fused(f"{theirs}.attn.Wqkv", f"{ours}/self_attention", c.qkv_has_bias)
-        yield from linear(
-            f"{theirs}.attn.Wo", f"{ours}/self_attention/out", c.attention_has_bias, inputs=2
-        )
-        yield from norm(f"{theirs}.mlp_norm", f"{ours}/feed_forward_residual/in_norm", offset)
-        yield from fused(f"{theirs}.mlp.Wi", f"{ours}/feed_forward", bias, ("gate", "in"))
-        yield from linear(f"{theirs}.mlp.Wo", f"{ours}/feed_forward/out", bias)
+            yield from norm(f"{theirs}.attn_norm", f"{attention}_residual/in_norm", offset)
+        yield from fused(f"{theirs}.attn.Wqkv", attention, c.qkv_has_bias)
+        out_bias = c.attention_has_bias
+        yield from linear(f"{theirs}.attn.Wo", f"{attention}/out", out_bias, inputs=2)
+        yield from norm(f"{theirs}.mlp_norm", f"{feed_forward}_residual/in_norm", offset)
+        yield from fused(f"{theirs}.mlp.Wi", feed_forward, bias, ("gate", "in"))
+        yield from linear(f"{theirs}.mlp.Wo", f"{feed_forward}/out", bias)
     yield from norm("model.final_norm", "encoder/final_norm", offset)
     yield from linear("head.dense", "unembedding/transform", bias)
     yield from norm("head.norm", "unembedding/norm", offset)

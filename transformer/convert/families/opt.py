@@ -57,15 +57,12 @@ def _weights(c: ModelConfig):
         yield from linear(f"{root}.project_out", "unembedding/project", bias=False)
     for i in range(c.num_decoder_layers):
         theirs, ours = f"{root}.layers.{i}", f"decoder/layers_{i}"
-        yield from attention(f"{theirs}.self_attn", f"{ours}/self_attention", c.use_bias)
-        yield from norm(
-            f"{theirs}.self_attn_layer_norm", f"{ours}/self_attention_residual/{where}", **affine
-        )
-        yield from linear(f"{theirs}.fc1", f"{ours}/feed_forward/in", c.use_bias)
-        yield from linear(f"{theirs}.fc2", f"{ours}/feed_forward/out", c.use_bias)
-        yield from norm(
-            f"{theirs}.final_layer_norm", f"{ours}/feed_forward_residual/{where}", **affine
-        )
+        attn, feed_forward = f"{ours}/self_attention", f"{ours}/feed_forward"
+        yield from attention(f"{theirs}.self_attn", attn, c.use_bias)
+        yield from norm(f"{theirs}.self_attn_layer_norm", f"{attn}_residual/{where}", **affine)
+        yield from linear(f"{theirs}.fc1", f"{feed_forward}/in", c.use_bias)
+        yield from linear(f"{theirs}.fc2", f"{feed_forward}/out", c.use_bias)
+        yield from norm(f"{theirs}.final_layer_norm", f"{feed_forward}_residual/{where}", **affine)
     if placement.final_norm:
         yield from norm(f"{root}.final_layer_norm", "decoder/final_norm", **affine)
 

@@ -60,9 +60,8 @@ class Tagging(_Labels):
 
 def _check_unpacked(task) -> str | None:
     if task.data.packing:
-        return (
-            "puts one text in each sequence; set data.packing=False (data.buckets reduces padding)"
-        )
+        way_out = "set data.packing=False (data.buckets reduces padding)"
+        return f"puts one text in each sequence; {way_out}"
     return None
 
 

@@ -114,10 +114,8 @@ class Experts(nn.Module):
     def __call__(self, x_BxTxD: jax.Array, tokens: Tokens, deterministic: bool) -> jax.Array:
         cfg, kind = self.config, self.config.feed_forward_kind
         real_BxT = jnp.broadcast_to(tokens.segments_BxT > 0, x_BxTxD.shape[:2])
-        router = Linear(
-            cfg.part(dtype="float32"), (kind.num_experts,), (None, None), False, name="router"
-        )
-        logits_BxTxE = router(x_BxTxD)
+        exact, names = cfg.part(dtype="float32"), (None, None)
+        logits_BxTxE = Linear(exact, (kind.num_experts,), names, False, name="router")(x_BxTxD)
         p_BxTxE = jax.nn.softmax(logits_BxTxE, axis=-1)
         weights_BxTxK, experts_BxTxK = jax.lax.top_k(p_BxTxE, kind.top_k)
         if kind.normalize:
@@ -136,9 +134,8 @@ class Experts(nn.Module):
             return product(drop(key, rate, h) if rate else h, matrices["out"])
 
         dispatch = with_capacity(kind.capacity_factor) if kind.capacity_factor else dropless
-        y_BxTxD, lost = dispatch(
-            x_BxTxD, experts_BxTxK, weights_BxTxK, real_BxT, matrices, apply, key
-        )
+        chosen = experts_BxTxK, weights_BxTxK, real_BxT
+        y_BxTxD, lost = dispatch(x_BxTxD, *chosen, matrices, apply, key)
         if not self.is_initializing():
             costs = _costs(kind, logits_BxTxE, p_BxTxE, experts_BxTxK, real_BxT, lost)
             self.sow("losses", "costs", costs)

@@ -217,11 +217,10 @@ class Directions(nn.Module):
 
     @nn.compact
     def __call__(self, x_BxTxD, context: Context, position, state, deterministic):
-        outputs, units = [], self.config.d_model // len(self.directions)
+        cfg, outputs = self.config, []
+        units = cfg.d_model // len(self.directions)
         for name in self.directions:
-            one_way = Recurrence(
-                self.config, self.kind, units, self.gain, name == "backward", name=name
-            )
+            one_way = Recurrence(cfg, self.kind, units, self.gain, name == "backward", name=name)
             h_BxTxG, _, new_state = one_way(x_BxTxD, context.tokens, state)
             outputs.append(h_BxTxG)
         return jnp.concatenate(outputs, axis=-1), new_state
