@@ -154,9 +154,8 @@ class Claim:
         if self.holder() is None and not lapsed and self._make():
             return
         late = f" after process {os.getpid()} had not responded for {STALE:.0f} s" if lapsed else ""
-        raise UserError(
-            f"{self.file}: {self.who()} took over this run{late}; this process stops without saving"
-        )
+        how = f"{self.who()} took over this run{late}"
+        raise UserError(f"{self.file}: {how}; this process stops without saving")
 
     def holder(self) -> Process | None:
         """Returns the process that holds or held the claim; None if the file does not exist."""

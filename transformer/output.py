@@ -119,10 +119,7 @@ def event(number: int, text: str) -> str:
 def columns(rows: list[list[str]]) -> list[str]:
     """Formats rows of cells as lines with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
 def human_time(seconds: float) -> str:

@@ -215,6 +215,5 @@ def _write_tensors(target: Path, tensors: Iterator[tuple[str, np.ndarray]]) -> N
         (target / f"{i}.safetensors").rename(target / file)
         weight_map |= dict.fromkeys(keys, file)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (target / "model.safetensors.index.json").write_text(
-        json.dumps(index, indent=2) + "\n", encoding="utf-8"
-    )
+    content = json.dumps(index, indent=2) + "\n"
+    (target / "model.safetensors.index.json").write_text(content, encoding="utf-8")

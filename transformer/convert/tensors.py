@@ -74,10 +74,8 @@ def _files(directory: Path) -> dict[str, set[str] | None]:
     index, single = directory / "model.safetensors.index.json", "model.safetensors"
     if not index.is_file():
         if not (directory / single).is_file():
-            raise UserError(
-                f"{directory}: no {single}; save the model with "
-                "save_pretrained(safe_serialization=True)"
-            )
+            way_out = "save the model with save_pretrained(safe_serialization=True)"
+            raise UserError(f"{directory}: no {single}; {way_out}")
         return {single: None}
     table = read_json(index).get("weight_map")
     if not isinstance(table, dict) or not all(isinstance(file, str) for file in table.values()):
@@ -85,9 +83,8 @@ def _files(directory: Path) -> dict[str, set[str] | None]:
     files: dict[str, set[str] | None] = {}
     for name, file in table.items():
         if not _is_inside(file):
-            raise UserError(
-                f"{index}: weight_map names {shown(file)}, which is not a file of this directory"
-            )
+            problem = "which is not a file of this directory"
+            raise UserError(f"{index}: weight_map names {shown(file)}, {problem}")
         files.setdefault(file, set()).add(name)
     if not files:
         raise UserError(f"{index}: damaged (weight_map names no tensor)")

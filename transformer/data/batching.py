@@ -64,12 +64,10 @@ class Batches:
     def __getitem__(self, step: int) -> Batch:
         epoch, number = divmod(step, self.per_epoch)
         bucket, indices = self._plan(epoch)[number]
-        build = lambda index: self._sequences.segments(
-            int(index), functools.partial(self._draw, epoch, int(index))
-        )
-        segments = [
-            build(indices[i]) if i < len(indices) else [] for i in self._share(self._sizes[bucket])
-        ]
+        draw = lambda index: functools.partial(self._draw, epoch, index)
+        build = lambda index: self._sequences.segments(int(index), draw(int(index)))
+        mine = self._share(self._sizes[bucket])
+        segments = [build(indices[i]) if i < len(indices) else [] for i in mine]
         # If all sequences of this process are empty, a sample determines the fields of the batch.
         sample = [] if any(segments) else [build(indices[0])]
         batch = assemble(sample + segments, self._widths[bucket], self._decoder_widths[bucket])

@@ -99,9 +99,8 @@ def _lines(file: epath.Path) -> Iterator[tuple[int, str]]:
             for number, line in enumerate(stream, 1):
                 yield number, _decode(line, f"{file}:{number}", first=number == 1)
         except (EOFError, zlib.error, gzip.BadGzipFile) as e:
-            raise UserError(
-                f"{file}: damaged or cut off after line {number} ({e}); fetch it again"
-            ) from None
+            problem = f"damaged or cut off after line {number}"
+            raise UserError(f"{file}: {problem} ({e}); fetch it again") from None
         except OSError as e:
             raise from_os_error(e, f"{file}: cannot be read ({e.strerror or e})") from None
 
@@ -146,13 +145,10 @@ def _tsv(file: epath.Path, fields) -> Iterator[Example]:
             continue
         cells = line.split("\t")
         if len(cells) <= max(columns):
-            expected = ", tab, ".join(fields)
-            if by_number:
-                expected = f"{max(columns) + 1} columns (data.fields)"
-            raise UserError(
-                f"{file}:{number}: expected {expected}; found {len(cells) - 1} tab(s) in "
-                f"{line[:60]!r}"
-            )
+            numbered = f"{max(columns) + 1} columns (data.fields)"
+            expected = numbered if by_number else ", tab, ".join(fields)
+            found = f"{len(cells) - 1} tab(s) in {line[:60]!r}"
+            raise UserError(f"{file}:{number}: expected {expected}; found {found}")
         yield tuple(cells[c].strip() for c in columns)
 
 
@@ -232,9 +228,8 @@ def _field(record: dict, field: str, where: str) -> str:
     if not isinstance(value, str):
         raise UserError(f"{where}: field {field!r} is {json.dumps(value)[:40]}, not text")
     if any(0xD800 <= ord(c) <= 0xDFFF for c in value):
-        raise UserError(
-            f"{where}: field {field!r} contains half of a surrogate pair, which is not a character"
-        )
+        problem = "half of a surrogate pair, which is not a character"
+        raise UserError(f"{where}: field {field!r} contains {problem}")
     return value
 
 
@@ -258,9 +253,8 @@ def _arrayrecord(file: epath.Path, fields) -> Iterator[Example]:
         except UnicodeDecodeError:
             raise UserError(f"{file}: record {number} is not UTF-8") from None
         except RuntimeError as e:
-            raise UserError(
-                f"{file}: damaged at record {number} ({str(e).splitlines()[0][:80]})"
-            ) from None
+            reason = str(e).splitlines()[0][:80]
+            raise UserError(f"{file}: damaged at record {number} ({reason})") from None
         is_json = text.startswith("{") or len(fields) > 1
         yield _record(text, fields, f"{file}: record {number}") if is_json else (text,)
 

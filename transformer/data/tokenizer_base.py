@@ -42,9 +42,8 @@ class Tokenizer:
             configured = getattr(config, f"{token}_id")
             ids[token] = default if configured < 0 else configured
             if not ids[token] >= 0:
-                raise UserError(
-                    f"data.tokenizer.{token}_id: must be set; {name} does not define it"
-                )
+                field = f"data.tokenizer.{token}_id"
+                raise UserError(f"{field}: must be set; {name} does not define it")
         for token, i in (ids | {"source_bos": config.source_bos_id}).items():
             if token != "pad" and i >= self.vocab_size:
                 pieces = f"the {self.vocab_size} pieces of {name}"

@@ -36,9 +36,8 @@ class Ending:
         for field, ids in tokens.items():
             check_inside(field, ids, config.vocab_size)
         if not eos_ids:
-            raise UserError(
-                "eos_id: not set, so no sequence would end; pass it or set model.eos_id"
-            )
+            way_out = "pass eos_id, or set model.eos_id"
+            raise UserError(f"eos_id: not set, so no sequence would end; {way_out}")
         if len(set(suppressed)) == config.vocab_size:
             raise UserError("suppress_tokens: the whole vocabulary; leave one token out")
         fill_id = eos_ids[0] if pad_id is None else pad_id

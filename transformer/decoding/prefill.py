@@ -40,18 +40,15 @@ def first_prompt(
         if source_BxS is None:
             raise UserError("prompt: None, but a decoder continues a prompt; pass one")
         if start_id is None:
-            raise UserError(
-                "prompt: None, and there is no start token; pass a prompt, or set "
-                "model.decoder_start_id"
-            )
+            way_out = "pass a prompt, or set model.decoder_start_id"
+            raise UserError(f"prompt: None, and there is no start token; {way_out}")
         prompt_BxP = jnp.full((source_BxS.shape[0], 1), start_id, jnp.int32)
     for name, x in each.items():
         shape = getattr(x, "shape", None)
         if shape is None or shape[:1] != prompt_BxP.shape[:1]:
-            raise UserError(
-                f"{name}: {type(x).__name__ if shape is None else f'shape {list(shape)}'}, but "
-                f"there are {len(prompt_BxP)} prompts; pass an array with one value for each"
-            )
+            found = type(x).__name__ if shape is None else f"shape {list(shape)}"
+            way_out = "pass an array with one value for each"
+            raise UserError(f"{name}: {found}, but there are {len(prompt_BxP)} prompts; {way_out}")
     return prompt_BxP
 
 

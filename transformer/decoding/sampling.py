@@ -74,10 +74,9 @@ def sample(
         if keys_B.ndim != (1 if typed else 2) or len(keys_B) != batch:
             raise UserError(f"keys: expected [{batch}] keys; use jax.random.split(key, {batch})")
     draw = functools.partial(_draw, keys_B, ending, temperature, top_k, top_p)
+    inputs = source_BxS, prompt_mask_BxP, source_mask_BxS
     slots = prompt_BxP.shape[1] + max_new
-    logits_BxV, memory = prefill(
-        model, params, prompt_BxP, slots, source_BxS, prompt_mask_BxP, source_mask_BxS
-    )
+    logits_BxV, memory = prefill(model, params, prompt_BxP, slots, *inputs)
     read = functools.partial(advance, *unrolled(model, params))
     return _continue(draw, read, ending, limits_B, max_new, logits_BxV, memory)
 

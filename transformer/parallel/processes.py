@@ -165,32 +165,27 @@ def _from_variables() -> tuple[str, int, int, None] | None:
     coordinator, count, index = values[0], int(values[1]), int(values[2])
     host, _, port = coordinator.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65535:
-        raise UserError(
-            f"{names[0]}: {coordinator!r} is not host:port; set both, with a port below 65535"
-        )
+        way_out = "set both, with a port below 65535"
+        raise UserError(f"{names[0]}: {coordinator!r} is not host:port; {way_out}")
     if index >= count:
-        raise UserError(
-            f"{names[2]}: {index}, but there are {count} processes ({names[1]}); count from 0"
-        )
+        present = f"there are {count} processes ({names[1]})"
+        raise UserError(f"{names[2]}: {index}, but {present}; count from 0")
     return coordinator, count, index, None
 
 
 def _from_cluster() -> tuple[str, int, int, list[int] | None] | None:
     """Returns the settings that JAX detects in a cluster, or None outside of one."""
-    environment = os.environ
     several = (
-        int(environment.get("SLURM_STEP_NUM_TASKS", 1)) > 1
-        or int(environment.get("OMPI_COMM_WORLD_SIZE", 1)) > 1
-        or "," in environment.get("TPU_WORKER_HOSTNAMES", "")
-        or "MEGASCALE_COORDINATOR_ADDRESS" in environment
+        int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1
+        or int(os.environ.get("OMPI_COMM_WORLD_SIZE", 1)) > 1
+        or "," in os.environ.get("TPU_WORKER_HOSTNAMES", "")
+        or "MEGASCALE_COORDINATOR_ADDRESS" in os.environ
     )
     if not several and not os.path.exists("/dev/accel0") and not os.path.exists("/dev/vfio/0"):
         return None
-    from jax._src import clusters
+    from jax._src.clusters import ClusterEnv
 
-    detected = clusters.ClusterEnv.auto_detect_unset_distributed_params(
-        None, None, None, None, None, WAIT
-    )
+    detected = ClusterEnv.auto_detect_unset_distributed_params(None, None, None, None, None, WAIT)
     coordinator, count, _, _ = detected
     return detected if coordinator and count and count > 1 else None
 

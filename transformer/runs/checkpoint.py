@@ -57,9 +57,8 @@ class Checkpoints:
         handlers["host"] = ocp.JsonCheckpointHandler()
         for handler in handlers.values():
             handler.restore = _returning_failures(handler.restore)
-        self._manager = ocp.CheckpointManager(
-            self.folder.resolve(), options=options, item_handlers=handlers
-        )
+        folder = self.folder.resolve()
+        self._manager = ocp.CheckpointManager(folder, options=options, item_handlers=handlers)
         self._abstract: dict[str, Any] = {}  # shapes and shardings of the items being saved
         self._intact: set[int] = set()  # steps that this process has verified
 
@@ -180,10 +179,8 @@ class Checkpoints:
         """Reads items and compares their names, shapes, dtypes and values with the record."""
         record.check_same_model(f"{self.folder}/{step}", abstract)
         with self._reading(step):
-            restore = lambda tree: ocp.args.PyTreeRestore(
-                tree, ocp.checkpoint_utils.construct_restore_args(tree)
-            )
-            args = {name: restore(tree) for name, tree in abstract.items()}
+            how = ocp.checkpoint_utils.construct_restore_args
+            args = {k: ocp.args.PyTreeRestore(tree, how(tree)) for k, tree in abstract.items()}
             items = _restored(self._manager, step, args)
         with self._reading(step):
             record.check_values(items)

@@ -104,10 +104,8 @@ def _match(train: TrainConfig, targets: Mapping, sources: Mapping) -> set[str]:
         )
     names = set(targets) - new - dropped
     if unset := sorted(dropped & targets.keys() - new):
-        raise UserError(
-            f"train.init_drop: {_some(unset)} would not be initialized; name it in train.init_new "
-            "too"
-        )
+        way_out = "name it in train.init_new too"
+        raise UserError(f"train.init_drop: {_some(unset)} would not be initialized; {way_out}")
     for name in sorted(names):
         is_table = name.split("/")[-1].startswith("position_embedding")
         skipped_axes = is_table and train.init_positions != "same"

@@ -80,10 +80,8 @@ def check(workdir: Path, config: Experiment) -> None:
     elif workdir.exists() and any(
         file.suffix != ".tmp" and file.name != "lock" for file in workdir.iterdir()
     ):
-        raise UserError(
-            f"workdir: {workdir} is not empty and not a run (no config.json); choose another "
-            "directory"
-        )
+        problem = "is not empty and not a run (no config.json)"
+        raise UserError(f"workdir: {workdir} {problem}; choose another directory")
 
 
 def lock(workdir: Path) -> Claim:
@@ -164,9 +162,8 @@ def tokenizer_file(workdir: Path) -> Path | None:
         return file
     recorded = read_manifest(workdir).get("tokenizer_sha256")
     if recorded not in (None, hashlib.sha256(read_bytes(file)).hexdigest()):
-        raise UserError(
-            f"{file}: damaged or replaced; it is not the tokenizer with which this run was trained"
-        )
+        problem = "it is not the tokenizer with which this run was trained"
+        raise UserError(f"{file}: damaged or replaced; {problem}")
     return file
 
 

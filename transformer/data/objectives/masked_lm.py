@@ -145,9 +145,8 @@ class _SentencePairs:
         self._text = np.searchsorted(np.asarray(texts.ends), self._starts, "right")
         self._first = np.flatnonzero(self._text[:-1] == self._text[1:])
         if len(np.unique(self._text)) < 2:
-            raise UserError(
-                f"data.objective: next_sentence needs at least two texts; the {part} split has one"
-            )
+            needs = "next_sentence needs at least two texts"
+            raise UserError(f"data.objective: {needs}; the {part} split has one")
         alone = len(texts) - len(np.unique(self._text[self._first]))
         self.lengths = np.full(len(self._first), data.length)
         self.report = {"texts are too short to form a pair": alone} if alone else {}

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import ClassVar
 
+from transformer.errors import UserError
 from transformer.evaluation.evaluators import EVALUATORS, Kind
 from transformer.evaluation.subject import Metrics, Snapshot, Subject
 from transformer.output import count
@@ -38,6 +39,10 @@ class Evaluator:
 
     profiles: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     """Figures by position or layer, as in `PROFILES` of transformer/lab/profiles.py."""
+
+    def error(self, problem: str) -> UserError:
+        """Returns an error about the evaluator's options."""
+        return UserError(f"train.evaluators: {self.name}: {problem}")
 
     def why_not(self, task: TrainTask) -> str | None:
         """Returns why the evaluator does not apply to an experiment, or None if it applies.

@@ -3,7 +3,6 @@
 import dataclasses
 
 from transformer.checks import at_least
-from transformer.errors import UserError
 from transformer.evaluation import losses
 from transformer.evaluation.evaluators.base import EVALUATORS, Evaluator, Metrics, Snapshot, Subject
 
@@ -29,14 +28,9 @@ class Extrapolation(Evaluator):
         at_least("train.evaluators", self, 1, "times")
         at_least("train.evaluators", self, 0, "tokens")
         if self.times & (self.times - 1):
-            raise UserError(
-                f"train.evaluators: extrapolation: times: {self.times} must be a power of two"
-            )
+            raise self.error(f"times: {self.times} must be a power of two")
         if self.times == 1 and not self.sliding:
-            raise UserError(
-                "train.evaluators: extrapolation: sliding: False has no effect with times=1; "
-                "leave it out"
-            )
+            raise self.error("sliding: False has no effect with times=1; leave it out")
 
     @property
     def multiples(self) -> tuple[int, ...]:

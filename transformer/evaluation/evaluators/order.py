@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from transformer.errors import UserError
 from transformer.evaluation.evaluators.base import EVALUATORS, Metrics, OneBatch, Snapshot, Subject
 
 
@@ -40,9 +39,7 @@ class Order(OneBatch):
         count, length = first_batch["inputs"].shape
         full = np.flatnonzero((first_batch["segments"] > 0).all(axis=1))
         if not len(full):
-            raise UserError(
-                "train.evaluators: order needs a sequence without padding; set data.packing=True"
-            )
+            raise self.error("needs a sequence without padding; set data.packing=True")
         # Repeats sequences if too few are full, to keep the shape of the batch.
         chosen = np.resize(full, count)
         inputs = first_batch["inputs"][chosen]

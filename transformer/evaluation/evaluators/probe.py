@@ -8,7 +8,7 @@ import numpy as np
 from transformer.checks import at_least
 from transformer.data import probes
 from transformer.data.store import Texts
-from transformer.errors import UserError, look_up
+from transformer.errors import look_up
 from transformer.evaluation.evaluators.base import EVALUATORS, Evaluator, Metrics, Snapshot, Subject
 from transformer.evaluation.losses import reading
 from transformer.output import count
@@ -34,9 +34,7 @@ class Probe(Evaluator):
         if self.task:
             look_up(probes.TASKS, self.task, "train.evaluators: probe: task")
         if not all(isinstance(length, int) and length > 0 for length in self.lengths):
-            raise UserError(
-                f"train.evaluators: probe: lengths: {self.lengths} must be positive whole numbers"
-            )
+            raise self.error(f"lengths: {self.lengths} must be positive whole numbers")
 
     def why_not(self, task):
         if not task.objective.has_pairs:
