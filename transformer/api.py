@@ -116,10 +116,8 @@ def run_config(workdir: str | os.PathLike, overrides: Mapping[str, Any]) -> Expe
         settable.add("data")
     for key in overrides:
         if key.split(".")[0] not in settable and key != "data.eval_overlap":
-            raise UserError(
-                f"{key}: a trained run keeps its config; "
-                "set only decoding, mesh, platform, seed and data.eval_overlap"
-            )
+            way_out = "set only decoding, mesh, platform, seed and data.eval_overlap"
+            raise UserError(f"{key}: a trained run keeps its config; {way_out}")
     return apply_overrides(load_config(Path(workdir)), overrides)
 
 

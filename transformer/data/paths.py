@@ -15,9 +15,8 @@ def as_path(text: str, field: str) -> epath.Path:
         if separator:
             path.exists()  # imports the package that reads the bucket
     except KeyError:
-        raise UserError(
-            f"{field}: {text!r} cannot be read; download the file, or use a local path or gs://"
-        ) from None
+        way_out = "download the file, or use a local path or gs://"
+        raise UserError(f"{field}: {text!r} cannot be read; {way_out}") from None
     except ImportError as e:
         gcs = "the extra [gcs]: pip install -e '.[gcs]'"
         needed = gcs if scheme == "gs" else f"a package ({e})"

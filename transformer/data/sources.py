@@ -119,10 +119,8 @@ def _decode(line: bytes, where: str, first: bool) -> str:
             f"{f' but {kind}' if kind else ''}; convert the file"
         ) from None
     if "\0" in text:
-        raise UserError(
-            f"{where}: a NUL byte at column {line.index(0) + 1}; convert the file, "
-            "which is binary or UTF-16"
-        )
+        way_out = "convert the file, which is binary or UTF-16"
+        raise UserError(f"{where}: a NUL byte at column {line.index(0) + 1}; {way_out}")
     return text
 
 

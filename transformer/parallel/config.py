@@ -32,10 +32,8 @@ class MeshConfig:
         sizes = self.sizes
         for axis, size in sizes.items():
             if size < 1 and size != -1:
-                raise UserError(
-                    f"mesh.{axis}: {size} is not a number of devices; "
-                    "set 1 or more, or -1 for the remaining devices"
-                )
+                way_out = "set 1 or more, or -1 for the remaining devices"
+                raise UserError(f"mesh.{axis}: {size} is not a number of devices; {way_out}")
         if list(sizes.values()).count(-1) > 1:
             raise UserError(f"mesh: {sizes} has more than one -1; set at most one axis to -1")
 

@@ -50,10 +50,8 @@ def check_platform(target: str) -> str:
     except (RuntimeError, AssertionError) as e:
         platforms = jax.config.jax_platforms  # type: ignore[attr-defined]
         reason = (str(e).splitlines() or [f"no platform {platforms!r}"])[0]
-        raise UserError(
-            f"platform: JAX cannot start ({reason}); "
-            "check JAX_PLATFORMS, or install the extra [gpu] or [tpu]"
-        ) from None
+        way_out = "check JAX_PLATFORMS, or install the extra [gpu] or [tpu]"
+        raise UserError(f"platform: JAX cannot start ({reason}); {way_out}") from None
     backend = "gpu" if backend in ("cuda", "rocm") else backend
     if target == "auto" and backend == "cpu" and (found := accelerator()):
         raise UserError(

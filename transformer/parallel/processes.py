@@ -158,10 +158,8 @@ def _from_variables() -> tuple[str, int, int, None] | None:
         return None
     for name, value in zip(names, values, strict=True):
         if not value or (name != names[0] and not value.isdecimal()):
-            raise UserError(
-                f"{name}: {value!r} is not valid; set {', '.join(names)} together: "
-                "host:port, a number, and a number from 0"
-            )
+            way_out = f"set {', '.join(names)} together: host:port, a number, and a number from 0"
+            raise UserError(f"{name}: {value!r} is not valid; {way_out}")
     coordinator, count, index = values[0], int(values[1]), int(values[2])
     host, _, port = coordinator.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65535:

@@ -123,10 +123,8 @@ def shardings(abstract_boxed, mesh: Mesh):
     def sharding_of(path, leaf):
         if not _is_box(leaf):
             if leaf.size > 1:
-                raise UserError(
-                    f"{path_name(path)}: a parameter without logical axes; wrap its initializer in "
-                    "nn.with_logical_partitioning(initializer, names)"
-                )
+                way_out = "wrap its initializer in nn.with_logical_partitioning(initializer, names)"
+                raise UserError(f"{path_name(path)}: a parameter without logical axes; {way_out}")
             return NamedSharding(mesh, P())
         names, shape = leaf.names, leaf.value.shape
         # A small optimizer statistic whose dimensions are not its parameter's (Adafactor)

@@ -93,10 +93,8 @@ def topology(text: str, slices: int = 1) -> Topology:
     """Parses `v5p:4x4x8` (shape), `v5p-256` (name), `h100:64` or `cpu:8`. Raises UserError."""
     match = re.fullmatch(r"([a-z0-9]+?)(?:litepod)?([:-])(\d+(?:x\d+)*)", text.strip().lower())
     if not match:
-        raise UserError(
-            f"--topology: {text!r} is not a machine; write v5p:4x4x8, v5p-256, h100:64 or cpu:8; "
-            f"the chips are {', '.join(CHIPS)}"
-        )
+        way_out = f"write v5p:4x4x8, v5p-256, h100:64 or cpu:8; the chips are {', '.join(CHIPS)}"
+        raise UserError(f"--topology: {text!r} is not a machine; {way_out}")
     kind, separator, size = match.groups()
     kind = {"v5": "v5e"}.get(kind, kind)
     if kind not in CHIPS:

@@ -23,10 +23,8 @@ def check_stages(model: ModelConfig, mesh: Mesh) -> None:
     if stages == 1:
         return
     if not model.scan_layers:
-        raise UserError(
-            f"mesh.stage: {stages}, but layers are not scanned; set model.scan_layers=True, or "
-            "mesh.stage=1"
-        )
+        way_out = "set model.scan_layers=True, or mesh.stage=1"
+        raise UserError(f"mesh.stage: {stages}, but layers are not scanned; {way_out}")
     for side in model.sides:
         periods = model.num_layers(side) // model.period(side)
         if periods % (stages * model.pipeline_rounds):

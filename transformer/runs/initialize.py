@@ -93,15 +93,11 @@ def _match(train: TrainConfig, targets: Mapping, sources: Mapping) -> set[str]:
     dropped = {name for name in sources if matches(name, train.init_drop)}
     source = train.init_from
     if missing := sorted(targets.keys() - sources.keys() - new):
-        raise UserError(
-            f"train.init_from: {source} has no {_some(missing)}; list these in train.init_new to "
-            "initialize them anew"
-        )
+        way_out = "list these in train.init_new to initialize them anew"
+        raise UserError(f"train.init_from: {source} has no {_some(missing)}; {way_out}")
     if surplus := sorted(sources.keys() - targets.keys() - dropped):
-        raise UserError(
-            f"train.init_from: this model has no parameter {_some(surplus)}; list these "
-            "in train.init_drop to ignore them"
-        )
+        way_out = "list these in train.init_drop to ignore them"
+        raise UserError(f"train.init_from: this model has no parameter {_some(surplus)}; {way_out}")
     names = set(targets) - new - dropped
     if unset := sorted(dropped & targets.keys() - new):
         way_out = "name it in train.init_new too"

@@ -118,10 +118,8 @@ def locked(workdirs: Sequence[Path]) -> Iterator[None]:
 def check_folder(workdir: Path) -> None:
     """Raises UserError if `workdir` cannot be a run directory."""
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(workdir)):  # Path turns :// into :/
-        raise UserError(
-            f"workdir: {workdir} is not a local folder; choose a local one for the run (data may "
-            "be on gs://)"
-        )
+        way_out = "choose a local one for the run (data may be on gs://)"
+        raise UserError(f"workdir: {workdir} is not a local folder; {way_out}")
     if workdir.exists() and not workdir.is_dir():
         raise UserError(f"workdir: {workdir} is a file; choose a folder")
 
@@ -177,10 +175,8 @@ def load_config(workdir: Path) -> Experiment:
     file = Path(workdir) / "config.json"
     check_folder(Path(workdir))
     if not file.exists():
-        raise UserError(
-            f"workdir: no run in {workdir} (no config.json); train one: python -m transformer "
-            f"train --workdir={workdir} --config=..."
-        )
+        way_out = f"train one: python -m transformer train --workdir={workdir} --config=..."
+        raise UserError(f"workdir: no run in {workdir} (no config.json); {way_out}")
     _check_version(Path(workdir))
     plugins.load(Path(workdir))
     return from_mapping(Experiment, read_json(file))

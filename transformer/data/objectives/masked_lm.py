@@ -58,20 +58,14 @@ class MaskedLM(Objective):
             )
         heads = (model.token_types, model.num_labels, model.pooling)
         if self.next_sentence and heads != (2, 2, "cls"):
-            return (
-                "with next_sentence distinguishes two sentences; set model.token_types=2, "
-                "model.num_labels=2, model.pooling='cls'"
-            )
+            way_out = "set model.token_types=2, model.num_labels=2, model.pooling='cls'"
+            return f"with next_sentence distinguishes two sentences; {way_out}"
         if self.next_sentence and task.data.length < 5:
-            return (
-                "with next_sentence needs sequences of at least 5 tokens; increase "
-                f"data.length = {task.data.length}"
-            )
+            way_out = f"increase data.length = {task.data.length}"
+            return f"with next_sentence needs sequences of at least 5 tokens; {way_out}"
         if self.next_sentence and (task.data.packing or task.data.buckets):
-            return (
-                "with next_sentence puts one pair in each sequence; set data.packing=False and "
-                "leave out data.buckets"
-            )
+            way_out = "set data.packing=False and leave out data.buckets"
+            return f"with next_sentence puts one pair in each sequence; {way_out}"
         return None
 
     def sequences(self, store, part, task):

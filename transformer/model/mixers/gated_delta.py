@@ -61,10 +61,8 @@ class GatedDelta(Mixer):
 
     def check(self, config, side):
         if side == "encoder" or not config.causal or config.prefix_lm:
-            return (
-                "model.mixer: 'gated_delta' is causal; "
-                "set model.family='decoder', model.causal=True and model.prefix_lm=False"
-            )
+            way_out = "set model.family='decoder', model.causal=True and model.prefix_lm=False"
+            return f"model.mixer: 'gated_delta' is causal; {way_out}"
         return None
 
     def build(self, config, side, gain, out_gain):

@@ -73,10 +73,8 @@ class Recurrent(Mixer):
                 f"model.mixer = {self.name!r} has two directions in an encoder"
             )
         if side == "decoder" and (not config.causal or config.prefix_lm):
-            return (
-                f"model.mixer: {self.name!r} is causal in a decoder; "
-                "set model.causal=True and model.prefix_lm=False"
-            )
+            way_out = "set model.causal=True and model.prefix_lm=False"
+            return f"model.mixer: {self.name!r} is causal in a decoder; {way_out}"
         if not config.is_encoder_decoder and self.source != "cross_attention":
             return (
                 f"model.mixer.source: {self.source!r} needs an encoder, but model.family = "
