@@ -90,10 +90,7 @@ def matrix(theirs: str, *ours: str, inputs: int = 1, transposed: bool = True) ->
 
 
 def _joined(
-    theirs: str,
-    ours: tuple[str, ...],
-    reshaped: Callable[[Shape], Shape],
-    transposed: bool = False,
+    theirs: str, ours: tuple[str, ...], reshaped: Callable[[Shape], Shape], transposed: bool = False
 ) -> Weight:
     """Parameters that are reshaped and then concatenated along their last axis.
 

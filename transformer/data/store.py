@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from etils import epath
 
 from transformer.data import corpora, sources, split
 from transformer.data.config import DataConfig
@@ -141,7 +140,9 @@ class _Text:
         for part, path in self.paths.items():
             for name in sources.patterns(self.format, path):
                 files += sources.expand(name, f"data.{part}")
-        return [[str(f), f.stat().length, _modified(f)] for f in files]
+        # Local file systems offer a higher resolution of times than etils does.
+        modified = lambda f: os.stat(f).st_mtime_ns if os.path.exists(f) else f.stat().mtime
+        return [[str(f), f.stat().length, modified(f)] for f in files]
 
     def read(self, part: str) -> Iterator[Example]:
         """Yields the examples of a split. A split without a file is held out from training."""
@@ -206,11 +207,6 @@ class _Text:
     def _file(self, part: str) -> Iterator[Example]:
         for example in sources.read(self.format, self.paths[part], self.fields, self.columns):
             yield example[::-1] if self.reverse else example
-
-
-def _modified(file: epath.Path) -> float:
-    """The modification time of a file, at the highest resolution that its file system offers."""
-    return os.stat(file).st_mtime_ns if os.path.exists(file) else file.stat().mtime
 
 
 def _build(folder: Path, text: _Text, config: DataConfig, vocab_size: int) -> None:

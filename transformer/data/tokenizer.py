@@ -14,7 +14,7 @@ import numpy as np
 import sentencepiece
 
 from transformer.data.config import TokenizerConfig
-from transformer.data.paths import as_path
+from transformer.data.sources import as_path
 from transformer.data.tokenizer_base import BOS, EOS, PAD, UNK, Tokenizer, as_list
 from transformer.errors import UserError
 

@@ -51,14 +51,17 @@ def start_processes() -> bool:
     """
     if jax.distributed.is_initialized():
         return True
-    settings = _from_variables() or _from_cluster()
-    if settings is None:
+    if (settings := _from_variables() or _from_cluster()) is None:
         return False
     coordinator, count, index, _ = settings
     wait = _seconds("TRANSFORMER_WAIT", WAIT)
     heartbeat = _seconds("TRANSFORMER_HEARTBEAT", HEARTBEAT)
     connections = _connect(coordinator, count, index, wait)
-    _watch(connections)
+    for number, connection in connections.items():
+        connection.settimeout(None)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        args = number, connection, connections
+        threading.Thread(target=_listen, args=args, daemon=True).start()
     jax.config.update("jax_enable_preemption_service", False)  # it would handle SIGTERM
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     timeouts = {"initialization_timeout": int(wait), "heartbeat_timeout_seconds": int(heartbeat)}
@@ -72,16 +75,8 @@ _BYE = b"bye\n"
 """What a process sends when it ends without a fault."""
 
 
-def _watch(connections: dict[int, socket.socket]) -> None:
-    """Ends this process when a connection closes without a goodbye."""
-    for number, connection in connections.items():
-        connection.settimeout(None)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        args = number, connection, connections
-        threading.Thread(target=_listen, args=args, daemon=True).start()
-
-
 def _listen(number: int, connection: socket.socket, connections: dict[int, socket.socket]) -> None:
+    """Ends this process when the connection to another closes without a goodbye."""
     try:
         message = connection.recv(64)
     except ConnectionResetError:

@@ -150,20 +150,20 @@ class Checkpoints:
         self._intact.add(step)
         return TrainState(params=items["params"], ema=items.get("ema"), **items["rest"]), record
 
-    def restore_params(self, abstract_params, *, item: str = "params", mean_of: int = 1):
-        """Returns only parameters, or their moving average: the mean of `mean_of` checkpoints."""
+    def evaluation_params(self, abstract_params):
+        """Returns the parameters that an evaluation of the run uses, as the config sets them.
+
+        They are the moving average (`train.ema_decay`), or else the mean of the last
+        `train.average_checkpoints` checkpoints.
+        """
+        ema = self._config.ema_decay > 0
+        item, mean_of = ("ema", 1) if ema else ("params", self._config.average_checkpoints)
         total, steps = None, self.steps[-max(mean_of, 1) :]
         for step in steps:
             with _advise_reader():
                 params = self._read(step, self._record(step), {item: abstract_params})[item]
             total = params if total is None else jax.tree.map(jnp.add, total, params)
         return total if len(steps) == 1 else jax.tree.map(lambda x: x / len(steps), total)
-
-    def evaluation_params(self, abstract_params):
-        """Returns the parameters that an evaluation of the run uses, as the config sets them."""
-        if self._config.ema_decay:
-            return self.restore_params(abstract_params, item="ema")
-        return self.restore_params(abstract_params, mean_of=self._config.average_checkpoints)
 
     def layout(self, model: ModelConfig) -> ModelConfig:
         """Returns `model` with the layout of layers that the latest checkpoint has."""

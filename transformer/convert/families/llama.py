@@ -280,11 +280,7 @@ FAMILIES = [
         },
         _read_smollm3,
         _write_smollm3,
-        special_tokens={
-            "pad_token_id": 128_004,
-            "bos_token_id": 128_000,
-            "eos_token_id": 128_001,
-        },
+        special_tokens={"pad_token_id": 128_004, "bos_token_id": 128_000, "eos_token_id": 128_001},
     ).family("smollm3", "SmolLM3ForCausalLM"),
     Variant(
         {
