@@ -122,9 +122,8 @@ def check_cache_source(cache: Cache, encoded_BxSxD: jax.Array | None) -> None:
     """Raises UserError for an encoder's output if the cache already has what it needs of one."""
     leaves = jax.tree.leaves(cache.layers, is_leaf=_is_shared)
     if encoded_BxSxD is not None and any(map(_is_shared, leaves)):
-        raise UserError(
-            "encoded_BxSxD: the cache already has a source; pass None, or begin with an empty cache"
-        )
+        way_out = "pass None, or begin with an empty cache"
+        raise UserError(f"encoded_BxSxD: the cache already has a source; {way_out}")
 
 
 def empty_cache(config: ModelConfig, batch: int, slots: int) -> Cache:

@@ -50,10 +50,8 @@ def check(config) -> None:
 def _check_values(config) -> None:
     """Checks each field by itself."""
     if config.family in FORMER_FAMILIES:
-        raise UserError(
-            f"model.family: {config.family!r} is no longer a family; "
-            f"{FORMER_FAMILIES[config.family]}"
-        )
+        way_out = FORMER_FAMILIES[config.family]
+        raise UserError(f"model.family: {config.family!r} is no longer a family; {way_out}")
     one_of("model.family", config.family, ("encoder", "decoder", "encoder_decoder"))
     at_least("model", config, 1, "vocab_size", "d_model", "num_heads", "max_length")
     at_least("model", config, 0, *_NOT_NEGATIVE)
@@ -95,16 +93,13 @@ def _check_sizes(config) -> None:
     for side in config.sides:
         layers = f"num_{side}_layers"
         if getattr(config, layers) < 1:
-            raise UserError(
-                f"model.{layers}: {getattr(config, layers)} is too small; "
-                f"a family with a{'n' * (side == 'encoder')} {side} needs at least 1"
-            )
+            least = f"a family with a{'n' * (side == 'encoder')} {side} needs at least 1"
+            raise UserError(f"model.{layers}: {getattr(config, layers)} is too small; {least}")
         most = MAX_LAYERS if config.scan_layers else MAX_UNROLLED_LAYERS
         if getattr(config, layers) > most:
             more = "" if config.scan_layers else "; set model.scan_layers=True for more"
-            raise UserError(
-                f"model.{layers}: {getattr(config, layers):,} is too large; at most {most:,}{more}"
-            )
+            limit = f"at most {most:,}{more}"
+            raise UserError(f"model.{layers}: {getattr(config, layers):,} is too large; {limit}")
 
 
 def _check_combinations(config) -> None:
@@ -113,10 +108,8 @@ def _check_combinations(config) -> None:
         config.is_encoder_decoder
         or (config.family == "decoder" and not (config.num_labels or config.pooler))
     ):
-        raise UserError(
-            "model.lm_head: False leaves the model without outputs; set it to True, or set "
-            "model.num_labels in a decoder"
-        )
+        way_out = "set it to True, or set model.num_labels in a decoder"
+        raise UserError(f"model.lm_head: False leaves the model without outputs; {way_out}")
     if (config.num_labels or config.pooler) and config.is_encoder_decoder:
         raise UserError(
             "model.num_labels: an encoder_decoder generates text and has no labels; set "
@@ -151,10 +144,8 @@ def _check_combinations(config) -> None:
             "leave it at False"
         )
     if not config.causal and ("decoder" not in config.sides or config.prefix_lm):
-        raise UserError(
-            "model.causal: False removes the causal mask of a decoder; leave it at True without a "
-            "decoder, or with model.prefix_lm=True"
-        )
+        way_out = "leave it at True without a decoder, or with model.prefix_lm=True"
+        raise UserError(f"model.causal: False removes the causal mask of a decoder; {way_out}")
 
 
 def _check_sources(config) -> None:

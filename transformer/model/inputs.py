@@ -93,10 +93,8 @@ def check_sources(sources: int, targets: int, shared: bool) -> None:
     sentence, share each source.
     """
     if sources not in (1, targets) and (not shared or targets % sources):
-        raise UserError(
-            f"source: {sources} sequences, but the target has {targets}; "
-            "pass one source for each target"
-        )
+        way_out = "pass one source for each target"
+        raise UserError(f"source: {sources} sequences, but the target has {targets}; {way_out}")
 
 
 def check_same_documents(segment_ids, source_segment_ids) -> None:
@@ -148,14 +146,11 @@ def check_tokens(config: ModelConfig, tokens_BxT, name: str) -> None:
 def _check_options(config, shape, name, positions, segment_ids, padding_mask, prefix_mask) -> None:
     suffix = "" if name == "tokens" else f" of the {name}"
     if segment_ids is not None and padding_mask is not None:
-        raise UserError(
-            f"padding_mask{suffix}: passed together with segment_ids; pass one of them "
-            "(segment 0 is padding)"
-        )
+        way_out = "pass one of them (segment 0 is padding)"
+        raise UserError(f"padding_mask{suffix}: passed together with segment_ids; {way_out}")
     if prefix_mask is not None and not config.prefix_lm:
-        raise UserError(
-            "prefix_mask: needs a decoder with a bidirectional prefix; set model.prefix_lm=True"
-        )
+        way_out = "set model.prefix_lm=True"
+        raise UserError(f"prefix_mask: needs a decoder with a bidirectional prefix; {way_out}")
     for field, mask in {"padding_mask": padding_mask, "prefix_mask": prefix_mask}.items():
         if mask is not None:
             check_array(field + suffix, mask, shape, np.integer, np.bool_)
