@@ -23,9 +23,11 @@ TRAINING = frozenset(
 _RESOLVED = {
     "d_ff": "ff_size",
     "d_head": "head_size",
+    "d_value": "value_size",
     "d_embedding": "embedding_size",
     "num_kv_heads": "kv_heads",
     "attention_bias": "attention_has_bias",
+    "qkv_bias": "qkv_has_bias",
 }
 """Fields of ModelConfig whose defaults follow from others -> the property that resolves them."""
 
@@ -152,6 +154,7 @@ def meaning(config: ModelConfig) -> dict:
     schemes = [positions.build(layer.position) for layer in layers]
     kinds = [layer.feed_forward_kind for layer in layers]
     training = {"load_balance": 0.0, "router_z_loss": 0.0}
+    fields |= {name: getattr(config, resolved) for name, resolved in _RESOLVED.items()}
     return fields | {
         "position": schemes[0] if schemes.count(schemes[0]) == len(schemes) else schemes,
         "window": [layer.window for layer in layers],
@@ -161,15 +164,8 @@ def meaning(config: ModelConfig) -> dict:
         "parametrization": "standard" if config.base == config else config.parametrization,
         "norm_placement": [config.placement(side) for side in config.sides],
         "norm_offset": config.norm_offset and config.norm == "layernorm",
-        "attention_bias": config.attention_has_bias,
-        "qkv_bias": config.qkv_has_bias,
         "attention_scale": round(scale, 6),
         "num_encoder_layers": config.num_layers("encoder"),
         "num_decoder_layers": config.num_layers("decoder"),
-        "num_kv_heads": config.kv_heads,
-        "d_head": config.head_size,
-        "d_value": config.value_size,
-        "d_ff": config.ff_size,
-        "d_embedding": config.embedding_size,
         "share_embeddings": config.share_embeddings or config.family != "encoder_decoder",
     }

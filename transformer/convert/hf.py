@@ -146,10 +146,9 @@ def save_hf(
         raise UserError(f"{directory}: exists and is not an empty directory; choose another")
     with new_folder(directory) as target:
         _write_tensors(target, _tensors(chosen, config, unbox(params)))
-        (target / "config.json").write_text(
-            json.dumps(theirs | {"dtype": config.param_dtype} | dict(fields), indent=2) + "\n",
-            encoding="utf-8",
-        )
+        settings = theirs | {"dtype": config.param_dtype} | dict(fields)
+        content = json.dumps(settings, indent=2) + "\n"
+        (target / "config.json").write_text(content, encoding="utf-8")
         for name, content in files.items():
             (target / name).write_bytes(content)
 

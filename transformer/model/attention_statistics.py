@@ -60,9 +60,8 @@ def heads(q_BxTxNxH: jax.Array, k_BxSxKxH: jax.Array, inputs: Inputs) -> dict[st
             """The sum over the queries `of_Bxt`, and their number."""
             return jnp.sum(jnp.where(of_Bxt[:, None], x_BxNxt, 0.0), axis=(0, 2)), jnp.sum(of_Bxt)
 
-        weight_on = lambda keys: jnp.sum(
-            jnp.where((keys & mask_BxtxS)[:, None], w_BxNxtxS, 0.0), axis=-1
-        )
+        kept = lambda keys: jnp.where((keys & mask_BxtxS)[:, None], w_BxNxtxS, 0.0)
+        weight_on = lambda keys: jnp.sum(kept(keys), axis=-1)
         on_all = jnp.sum(w_BxNxtxS, axis=-1)
         sums = {
             "entropy": total(-jnp.sum(jax.scipy.special.xlogy(w_BxNxtxS, w_BxNxtxS), axis=-1)),

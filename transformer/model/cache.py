@@ -6,6 +6,7 @@ entry per token share the slot functions below.
 Shape suffixes: B batch, T new tokens, S slots.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -174,10 +175,8 @@ def extend(slots: Any, new: Any, context: Context) -> tuple[Any, Tokens, Any]:
     tokens, index = context.key_tokens, context.index
     count, length = (jax.tree.leaves(tree)[0].shape[-2] for tree in (slots, new))
     if count == tokens.segments_BxT.shape[1]:
-        put = lambda old, x: jax.lax.dynamic_update_slice_in_dim(
-            old, x.astype(old.dtype), index, axis=-2
-        )
-        slots = jax.tree.map(put, slots, new)
+        write = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=index, axis=-2)
+        slots = jax.tree.map(lambda old, x: write(old, x.astype(old.dtype)), slots, new)
         return slots, tokens, slots
     num_written = min(length, count)
     ring = (index + length - num_written + jnp.arange(num_written)) % count

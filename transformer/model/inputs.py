@@ -108,9 +108,8 @@ def check_same_documents(segment_ids, source_segment_ids) -> None:
     ):
         array = values(ids) if ids is not None and other_ids is None else None
         if array is not None and array.size and array.max() > 1:
-            raise UserError(
-                f"{field}: {array.max()} documents in a sequence, but no {missing}; pass both"
-            )
+            count = f"{array.max()} documents in a sequence"
+            raise UserError(f"{field}: {count}, but no {missing}; pass both")
 
 
 def check_token_types(config: ModelConfig, tokens_BxT: jax.Array, token_types) -> None:
@@ -130,9 +129,8 @@ def check_tokens(config: ModelConfig, tokens_BxT, name: str) -> None:
         raise UserError(f"{name}: expected an integer array, got a {type(tokens_BxT).__name__}")
     if len(shape) != 2 or not jnp.issubdtype(dtype, jnp.integer):
         way_out = f"; add the batch axis, {name}[None]" if len(shape) == 1 else ""
-        raise UserError(
-            f"{name}: expected integers of shape [B, T], got {dtype}{list(shape)}{way_out}"
-        )
+        found = f"{dtype}{list(shape)}{way_out}"
+        raise UserError(f"{name}: expected integers of shape [B, T], got {found}")
     if 0 in shape:
         raise UserError(f"{name}: an array of shape {list(shape)} has no tokens")
     if shape[1] > config.max_length:
@@ -187,6 +185,5 @@ def check_range(field: str, x, end: int | None = None, why: str = "") -> None:
     if lowest < 0 or (end is not None and highest >= end):
         invalid = lowest if lowest < 0 else highest
         bounds = f"between 0 and {end - 1}" if end is not None else "at least 0"
-        raise UserError(
-            f"{field}: {invalid} must be {bounds}" + (f" ({why} = {end})" if why and end else "")
-        )
+        bounds += f" ({why} = {end})" if why and end else ""
+        raise UserError(f"{field}: {invalid} must be {bounds}")

@@ -280,10 +280,8 @@ class EncoderDecoder(_Family):
             dropout_rate=dropout_rate,
             order=source_order,
         )
-        h_BxTxD, _ = self._decoder(
-            target_BxT, encoded, None, deterministic, dropout_rate, **options
-        )
-        return self.read(h_BxTxD)
+        args = target_BxT, encoded, None, deterministic, dropout_rate
+        return self.read(self._decoder(*args, **options)[0])
 
     def read(self, h_BxTxD: jax.Array) -> tuple[jax.Array, Head]:
         """Returns the same as `features`, given the last hidden state."""

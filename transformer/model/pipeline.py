@@ -77,9 +77,8 @@ def pipelined(
         _, new = jax.eval_shape(layers, of(params, 0), waiting_MxbxTxD[0], of(shared, 0), same, key)
         sown = jax.tree.map(lambda x: jnp.zeros((rounds, *x.shape), x.dtype), new)
         start = (waiting_MxbxTxD, jnp.zeros_like(waiting_MxbxTxD[0]), sown)
-        (done_MxbxTxD, _, sown), _ = jax.lax.scan(
-            step, start, jnp.arange(micro * rounds + stages - 1)
-        )
+        times = jnp.arange(micro * rounds + stages - 1)
+        (done_MxbxTxD, _, sown), _ = jax.lax.scan(step, start, times)
         return jax.lax.psum(jnp.where(s == 0, done_MxbxTxD, 0), axis), sown
 
     by_stage = P(None, axis)

@@ -59,9 +59,8 @@ class Layer(nn.Module):
             sublayers[mixer.scope] = functools.partial(mix, part, module)
         if cfg.feed_forward_kind.exists:
             feed_forward = cfg.feed_forward_kind.build(cfg, **gains)(name="feed_forward")
-            sublayers["feed_forward"] = lambda h: feed_forward(
-                h, context.tokens, self.deterministic
-            )
+            options = context.tokens, self.deterministic
+            sublayers["feed_forward"] = lambda h: feed_forward(h, *options)
         steps = {f"{name}_residual": (f,) for name, f in sublayers.items()}
         if cfg.parallel:
             steps = {"residual": tuple(sublayers.values())}
@@ -225,9 +224,8 @@ class Stack(nn.Module):
         """Returns a layer, rematerialized as `remat` sets, without its `name`."""
         cls = Layer
         if config.remat != "none":
-            cls = nn.remat(
-                Layer, policy=REMAT_POLICIES[config.remat], prevent_cse=not config.scan_layers
-            )
+            policy = REMAT_POLICIES[config.remat]
+            cls = nn.remat(Layer, policy=policy, prevent_cse=not config.scan_layers)
         return functools.partial(cls, config, self.side, out_gain, deterministic)
 
     def _out_gain(self) -> float:
@@ -329,10 +327,9 @@ def _stacked(states: tuple, period: int) -> Any:
 
 def _unstacked(stacks: Any, count: int, period: int) -> tuple:
     """Returns the states of `count` layers: the inverse of `_stacked`."""
-    of = lambda i: jax.tree.map(
-        lambda x: x[i // period], stacks[i % period] if period > 1 else stacks
-    )
-    return tuple(of(i) for i in range(count))
+    stacks = stacks if period > 1 else (stacks,)
+    of = lambda i: jax.tree.map(lambda x: x[i // period], stacks[i % period])
+    return tuple(map(of, range(count)))
 
 
 def _scanned(cls: type[nn.Module], length: int, axis: str) -> type[nn.Module]:

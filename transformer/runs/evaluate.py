@@ -113,12 +113,11 @@ def evaluate(trained: LoadedRun, mesh: Mesh, part: str = "test") -> dict:
     text = data.store.meta[part] if objective.scores_every_token else None
     metrics = evaluate_loss(eval_step, trained.params, batches, share, text=text)
     report = {"step": trained.step, "part": part}
-    if objective.generates_text:
-        report["decoding"] = to_mapping(config.decoding)
     if objective.scores_every_token:
         report["eval_overlap"] = config.data.eval_overlap
     generated = Written()
     if objective.generates_text:
+        report["decoding"] = to_mapping(config.decoding)
         generate = Generator(config, trained.params, trained.tokenizer)
         write = _translate if objective.has_pairs else _continue
         generated = write(generate, data.store.examples(part), config)

@@ -70,10 +70,9 @@ class Mixture(FeedForward):
         largest = "the largest published model has 2,048 (Switch-C)"
         at_most(section, self, MAX_EXPERTS, num_experts=largest, shared=few)
         if self.top_k > self.num_experts:
-            raise UserError(
-                f"model.feed_forward.top_k: {self.top_k} is more than num_experts = "
-                f"{self.num_experts}; lower top_k or raise num_experts"
-            )
+            problem = f"{self.top_k} is more than num_experts = {self.num_experts}"
+            way_out = "lower top_k or raise num_experts"
+            raise UserError(f"model.feed_forward.top_k: {problem}; {way_out}")
 
     def build(self, config, gain, out_gain):
         return functools.partial(Experts, config, gain, out_gain)
@@ -267,13 +266,8 @@ def dropless(x_BxTxD, experts_BxTxK, weights_BxTxK, real_BxT, matrices, apply, k
             return Matrix(kernel, None if matrix.bias_ExO is None else bias)
 
         by_name = {name: by_matrix(name, matrix) for name, matrix in matrices.items()}
-        local = jax.shard_map(
-            local,
-            in_specs=(by_token, by_name, P()),
-            out_specs=by_token,
-            axis_names=manual,
-            check_vma=False,
-        )
+        specs = {"in_specs": (by_token, by_name, P()), "out_specs": by_token}
+        local = jax.shard_map(local, axis_names=manual, check_vma=False, **specs)
     return local((x_BxTxD, experts_BxTxK, weights_BxTxK), matrices, key), jnp.zeros(())
 
 

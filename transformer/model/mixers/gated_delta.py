@@ -94,12 +94,9 @@ class GatedDeltaNet(nn.Module):
         state = kind.empty_state(cfg, batch, length) if state is None else state
         real_BxTx1 = (tokens.segments_BxT > 0)[..., None]
 
-        qkv_BxTxNxF = [
-            self._heads("query", d_head)(x_BxTxD),
-            self._heads("key", d_head)(x_BxTxD),
-            self._heads("value", cfg.value_size, self.gain)(x_BxTxD),
-        ]
-        qkv_BxTxNxF = jnp.where(real_BxTx1[..., None], jnp.concatenate(qkv_BxTxNxF, axis=-1), 0)
+        q, k = (self._heads(name, d_head)(x_BxTxD) for name in ("query", "key"))
+        v = self._heads("value", cfg.value_size, self.gain)(x_BxTxD)
+        qkv_BxTxNxF = jnp.where(real_BxTx1[..., None], jnp.concatenate([q, k, v], axis=-1), 0)
         inputs_BxLxNxF = jnp.concatenate([state.tail_BxWxNxF, qkv_BxTxNxF], axis=1)
         segments_BxL = jnp.concatenate([state.segments_BxW, tokens.segments_BxT], axis=1)
         qkv_BxTxNxF = nn.silu(self._convolved(inputs_BxLxNxF, segments_BxL, length))
