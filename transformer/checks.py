@@ -96,9 +96,7 @@ class Effect:
     when: Callable[[Any], bool]
 
 
-def refuse_without_effect(
-    section: str, config, effects: tuple[Effect, ...], arguments: Mapping
-) -> None:
+def refuse_without_effect(section: str, config, effects: tuple[Effect, ...], arguments) -> None:
     """Raises UserError for a field that is set, differs from its default and has no effect.
 
     `arguments` holds the constructor's arguments. A field that the config resolves itself

@@ -88,13 +88,8 @@ def open_hf(
     return _by_layer(family, family.our_config(theirs, frozenset(tensors.names)), tensors)
 
 
-def read_params(
-    family: Family,
-    config: ModelConfig,
-    tensors: Tensors,
-    place: Callable[[str, np.ndarray], jax.Array],
-) -> Any:
-    """Returns our parameters, converted from their tensors one at a time."""
+def read_params(family: Family, config: ModelConfig, tensors: Tensors, place: Callable) -> Any:
+    """Returns our parameters, each of which is converted and passed to `place(path, array)`."""
     _, fetch = _by_layer(family, config, tensors)
     read = lambda path, dtype: np.asarray(join(config, path, fetch, np.stack)).astype(dtype)
     shapes = flatten(abstract_params(config))
@@ -191,7 +186,6 @@ def _write_tensors(target: Path, tensors: Iterator[tuple[str, np.ndarray]]) -> N
 
     shard: dict[str, np.ndarray] = {}
     names: list[list[str]] = []
-    size = 0
 
     def flush():
         names.append(sorted(shard))
@@ -200,10 +194,9 @@ def _write_tensors(target: Path, tensors: Iterator[tuple[str, np.ndarray]]) -> N
 
     total = 0
     for name, x in tensors:
-        if shard and size + x.nbytes > SHARD_BYTES:
+        if shard and sum(y.nbytes for y in shard.values()) + x.nbytes > SHARD_BYTES:
             flush()
-            size = 0
-        shard[name], size, total = x, size + x.nbytes, total + x.nbytes
+        shard[name], total = x, total + x.nbytes
     flush()
     if len(names) == 1:
         (target / "1.safetensors").rename(target / "model.safetensors")

@@ -89,9 +89,7 @@ def matrix(theirs: str, *ours: str, inputs: int = 1, transposed: bool = True) ->
     return _joined(theirs, ours, as_matrix, transposed)
 
 
-def _joined(
-    theirs: str, ours: tuple[str, ...], reshaped: Callable[[Shape], Shape], transposed: bool = False
-) -> Weight:
+def _joined(theirs: str, ours: tuple[str, ...], reshaped: Callable, transposed=False) -> Weight:
     """Parameters that are reshaped and then concatenated along their last axis.
 
     `reshaped` returns the new shape of a parameter of a given shape. `transposed`: the tensor is a
@@ -116,9 +114,7 @@ def _joined(
     return Weight(theirs, ours, shape, read, write)
 
 
-def linear(
-    theirs: str, ours: str, bias: bool, inputs: int = 1, transposed: bool = True
-) -> Iterator[Weight]:
+def linear(theirs: str, ours: str, bias: bool, inputs=1, transposed=True) -> Iterator[Weight]:
     """Yields the matrix of a linear layer and, with `bias`, its bias."""
     yield matrix(f"{theirs}.weight", f"{ours}/kernel", inputs=inputs, transposed=transposed)
     if bias:
@@ -144,9 +140,7 @@ def norm(theirs: str, ours: str, offset: bool = True, gain: bool = True) -> Iter
         yield same(f"{theirs}.bias", f"{ours}/offset")
 
 
-def fused(
-    theirs: str, ours: str, bias: bool, parts: tuple[str, ...] = QKV, transposed: bool = True
-) -> Iterator[Weight]:
+def fused(theirs: str, ours: str, bias: bool, parts=QKV, transposed=True) -> Iterator[Weight]:
     """Yields the linear layers `parts` of `ours`, which have the same inputs, as one.
 
     Their outputs are concatenated.

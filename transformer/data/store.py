@@ -243,12 +243,7 @@ def _check_size(tokenizer: Tokenizer, config: DataConfig, vocab_size: int) -> No
 
 
 def _tokenize(
-    folder: Path,
-    part: str,
-    examples: Iterator[Example],
-    tokenizer: Tokenizer,
-    text: _Text,
-    classes: list[str],
+    folder: Path, part: str, examples: Iterator[Example], tokenizer: Tokenizer, text: _Text, classes
 ) -> dict:
     """Writes a split in blocks, since a corpus may exceed memory. Returns its counts."""
     digest, counts = hashlib.sha256(), {"examples": 0, "bytes": 0, "words": 0}
@@ -306,9 +301,7 @@ def _class(number: dict[str, int], name: str, text: str) -> int:
     return number[name]
 
 
-def _tagged(
-    example: Example, tokenizer: Tokenizer, number: dict[str, int]
-) -> tuple[list[int], np.ndarray]:
+def _tagged(example: Example, tokenizer: Tokenizer, number) -> tuple[list[int], np.ndarray]:
     """The ids of a text and their tags: a word's at its first piece, -1 at other pieces and eos."""
     words, tags = (column.split() for column in example)
     if len(words) != len(tags):

@@ -278,9 +278,8 @@ def train_tokenizer(
     except RuntimeError as e:
         largest, smallest = re.search(r"<= (\d+)", str(e)), re.search(r"\d+ vs (\d+)", str(e))
         if not largest and not smallest:
-            raise UserError(
-                f"data.tokenizer: SentencePiece cannot be trained on this text ({str(e).strip()})"
-            ) from None
+            problem = f"SentencePiece cannot be trained on this text ({str(e).strip()})"
+            raise UserError(f"data.tokenizer: {problem}") from None
         if largest:
             way_out = f"set it to {largest[1]} or less"
         else:

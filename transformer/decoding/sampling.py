@@ -10,7 +10,7 @@ Shape suffixes: B batch, P prompt length, L generated length, V vocabulary.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -81,9 +81,7 @@ def sample(
     return _continue(draw, read, ending, limits_B, max_new, logits_BxV, memory)
 
 
-def _continue(
-    draw: Callable, read: Callable, ending: Ending, limits_B, max_new: int, logits_BxV, memory
-) -> jax.Array:
+def _continue(draw, read, ending: Ending, limits_B, max_new: int, logits_BxV, memory) -> jax.Array:
     """Draws tokens, and reads all but the last of them, until all sequences have ended."""
 
     def emit(step, out_BxL, done_B, logits_BxV):
@@ -105,9 +103,7 @@ def _continue(
     return jax.lax.while_loop(cond, body, (first, memory))[0][1]
 
 
-def _draw(
-    keys_B, ending: Ending, temperature: float, top_k: int, top_p: float, logits_BxV, step
-) -> jax.Array:
+def _draw(keys_B, ending: Ending, temperature, top_k, top_p, logits_BxV, step) -> jax.Array:
     """Returns the next token of each sequence, int32[B]."""
     logits_BxV = ending.suppress(logits_BxV, -jnp.inf)
     if temperature == 0.0:

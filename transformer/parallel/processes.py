@@ -251,9 +251,7 @@ def _reply(connections: Iterable[socket.socket], problem: UserError | None) -> N
                 connection.close()
 
 
-def _connect_to_first(
-    host: str, port: int, index: int, count: int, deadline: float, wait: float
-) -> socket.socket:
+def _connect_to_first(host: str, port: int, index: int, count: int, deadline: float, wait: float):
     """Connects to process 0, and returns the connection once all processes have arrived."""
     while True:
         try:

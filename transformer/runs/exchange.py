@@ -90,9 +90,7 @@ def _with_special_tokens(model: ModelConfig, tokenizer: Tokenizer) -> ModelConfi
     return dataclasses.replace(model, **unset)
 
 
-def _tokenizer_config(
-    hf_config: Mapping, model: ModelConfig, source_begins: bool
-) -> TokenizerConfig:
+def _tokenizer_config(hf_config: Mapping, model: ModelConfig, source_begins) -> TokenizerConfig:
     """Returns the special tokens that config.json sets; -1 where the tokenizer's own token is used.
 
     Of several end tokens, the tokenizer writes the first. It also pads if there is no padding.

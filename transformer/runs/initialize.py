@@ -9,7 +9,6 @@ import fnmatch
 import hashlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -66,9 +65,7 @@ def check_tokenizer(directory: str, sha256: str) -> None:
         )
 
 
-def _source(
-    directory: Path, mesh: Mesh
-) -> tuple[Mapping[str, tuple[int, ...]], Callable[[str], Any]]:
+def _source(directory: Path, mesh: Mesh) -> tuple[Mapping, Callable[[str], jax.Array]]:
     """Returns the shapes of the source by unrolled name, and a function name -> parameter."""
     if (directory / "checkpoints").is_dir():
         run = load_trained(directory, load_config(directory), mesh, "train.init_from")

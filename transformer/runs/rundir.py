@@ -54,6 +54,7 @@ other parts (`accumulate`, `pipeline_microbatches`).
 def check(workdir: Path, config: Experiment) -> None:
     """Raises UserError, with the differences, if the directory holds another experiment."""
     check_folder(workdir)
+    is_foreign = lambda file: file.suffix != ".tmp" and file.name != "lock"
     if (workdir / "checkpoints").exists() and not (workdir / "checkpoints").is_dir():
         raise UserError(f"workdir: {workdir / 'checkpoints'} is a file, not a folder; remove it")
     if (workdir / "config.json").exists():
@@ -77,9 +78,7 @@ def check(workdir: Path, config: Experiment) -> None:
                 f"workdir: {workdir} contains a different experiment: {changes}{more}; choose "
                 "another directory or restore the old values"
             )
-    elif workdir.exists() and any(
-        file.suffix != ".tmp" and file.name != "lock" for file in workdir.iterdir()
-    ):
+    elif workdir.exists() and any(map(is_foreign, workdir.iterdir())):
         problem = "is not empty and not a run (no config.json)"
         raise UserError(f"workdir: {workdir} {problem}; choose another directory")
 

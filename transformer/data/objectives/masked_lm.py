@@ -72,9 +72,7 @@ class MaskedLM(Objective):
         sequences = _SentencePairs if self.next_sentence else _MaskedSequences
         return sequences(self, store, part, task.data)
 
-    def corrupt(
-        self, ids: np.ndarray, tokenizer, generator: np.random.Generator
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def corrupt(self, ids: np.ndarray, tokenizer, generator) -> tuple[np.ndarray, np.ndarray]:
         """(inputs, weight of each token as a target)."""
         candidates = np.flatnonzero((ids != tokenizer.bos) & (ids != tokenizer.eos))
         is_target = np.zeros(len(ids), bool)
@@ -88,9 +86,7 @@ class MaskedLM(Objective):
         inputs[replaced] = generator.choice(tokenizer.text_ids, int(replaced.sum()))
         return inputs.astype(np.int32), is_target.astype(np.float32)
 
-    def _choose(
-        self, ids: np.ndarray, count: int, tokenizer, generator: np.random.Generator
-    ) -> np.ndarray:
+    def _choose(self, ids: np.ndarray, count: int, tokenizer, generator) -> np.ndarray:
         if not self.whole_words:
             return generator.permutation(len(ids))[:count]
         word = np.cumsum(tokenizer.starts_word[ids])

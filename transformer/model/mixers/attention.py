@@ -109,9 +109,7 @@ class Attention(nn.Module):
         v_BxSxKxH = self._heads("value", self.config.kv_heads, self.gain)(x_BxSxD)
         return self._normalized("key_norm", k_BxSxKxH), v_BxSxKxH
 
-    def _attend(
-        self, x_BxTxD, q_and_kv, mask, tokens, position, deterministic, index=None
-    ) -> jax.Array:
+    def _attend(self, x_BxTxD, q_and_kv, mask, tokens, position, deterministic, index=None):
         """Returns the output, [B, T, D]. `tokens` are those of the queries and of the keys."""
         cfg, (q_BxTxNxH, kv) = self.config, q_and_kv
         qkv, options = (q_BxTxNxH, *map(by_head, kv)), (cfg.head_size, deterministic, index)

@@ -131,9 +131,7 @@ class LatentAttention(nn.Module):
             out = jnp.einsum("BTNR,RNV->BTNV", out, w_v_RxNxV)
         return merge_heads(self, out, bias=False), state
 
-    def _project(
-        self, x_BxTxD: jax.Array, position: Position
-    ) -> tuple[jax.Array, jax.Array, Latent]:
+    def _project(self, x_BxTxD, position: Position) -> tuple[jax.Array, jax.Array, Latent]:
         """Returns the queries, their rotated parts, and the latent state of these tokens."""
         cfg, q_input, q_axis = self.config, x_BxTxD, "embed"
         if self.q_rank:
