@@ -144,10 +144,8 @@ def strict(section: str, effects: tuple[Effect, ...] = ()):
         @functools.wraps(init)
         def checked(self, *args, **values):
             if len(args) > len(fields):
-                raise UserError(
-                    f"{cls.__name__}: {len(args)} values for {len(fields)} fields; pass them as "
-                    "FIELD=VALUE"
-                )
+                problem = f"{len(args)} values for {len(fields)} fields"
+                raise UserError(f"{cls.__name__}: {problem}; pass them as FIELD=VALUE")
             positional = dict(zip(fields, args, strict=False))
             if twice := [name for name in positional if name in values]:
                 how = "given twice, by position and by name"

@@ -13,6 +13,8 @@ from transformer.errors import UserError
 from transformer.model import positions
 from transformer.model.config import ModelConfig
 
+Constant = Callable[[Shape], np.ndarray | None]
+
 TRAINING = frozenset(
     """dropout attention_dropout activation_dropout initializer init_std embedding_init_std
     residual_init_scale random_positions scan_layers remat dtype param_dtype
@@ -70,9 +72,7 @@ class Family:
     prefix: str = ""
     heads: tuple[str, ...] = ()
     copies: Callable[[ModelConfig], tuple[Copy, ...]] = lambda config: ()
-    constants: Mapping[str, Callable[[Shape], np.ndarray | None]] = dataclasses.field(
-        default_factory=dict
-    )
+    constants: Mapping[str, Constant] = dataclasses.field(default_factory=dict)
     unused: tuple[str, ...] = ()
     source_begins: bool = False
     special_tokens: Mapping[str, int] = dataclasses.field(default_factory=dict)

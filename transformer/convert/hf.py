@@ -101,11 +101,8 @@ def _by_layer(family: Family, config: ModelConfig, tensors: Tensors):
 
     Raises UserError unless tensors and parameters correspond, with the right shapes.
     """
-    holder = {
-        ours: (weight, i)
-        for weight in family.all_weights(config)
-        for i, ours in enumerate(weight.ours)
-    }
+    weights = list(family.all_weights(config))
+    holder = {ours: (weight, i) for weight in weights for i, ours in enumerate(weight.ours)}
     whole = layer_shapes(config, flatten(abstract_params(config)))
     shapes = by_expert(whole, holder)
     check(family, config, tensors, holder, shapes)

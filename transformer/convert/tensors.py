@@ -33,17 +33,14 @@ class Tensors:
             opened = _open(directory / file)
             present = set(opened.keys())
             if names is not None and names != present:
-                raise UserError(
-                    f"{directory / 'model.safetensors.index.json'}: weight_map and "
-                    f"{printable(file)} disagree about {listed(sorted(names ^ present))}"
-                )
+                index, differing = "model.safetensors.index.json", listed(sorted(names ^ present))
+                problem = f"weight_map and {printable(file)} disagree about {differing}"
+                raise UserError(f"{directory / index}: {problem}")
             self._where |= dict.fromkeys(present, opened)
         prefix, heads = family.prefix, (f"{family.head}.", *family.heads)
         lacks_prefix = prefix and not any(key.startswith(prefix) for key in self._where)
-        self._given = {
-            (prefix + key if lacks_prefix and not key.startswith(heads) else key): key
-            for key in self._where
-        }
+        name = lambda key: prefix + key if lacks_prefix and not key.startswith(heads) else key
+        self._given = {name(key): key for key in self._where}
         self.names = frozenset(self._given)
         # A fused tensor is read three times in a row.
         self.read = functools.lru_cache(maxsize=1)(self._read)
@@ -153,10 +150,8 @@ def check(
     constants = {n: family.constants[p] for n in extra for p in matching(n, family.constants)}
     unused = [n for n in extra if matching(n, family.unused)]
     if extra := sorted(extra - constants.keys() - set(unused)):
-        raise UserError(
-            f"unexpected tensors, which a {kind} model with this config.json does not have: "
-            f"{listed(extra)}"
-        )
+        why = f"which a {kind} model with this config.json does not have"
+        raise UserError(f"unexpected tensors, {why}: {listed(extra)}")
     for name in sorted(tensors.names - set(unused)):
         if tensors.dtype(name) not in FLOATS:
             raise UserError(

@@ -166,8 +166,6 @@ def _download(corpus: Corpus, into: Path) -> Path:
 def _verified(data: bytes, sha256: str | None, name: str) -> bytes:
     digest = hashlib.sha256(data).hexdigest()
     if sha256 not in (None, digest):
-        problem = f"has sha256 {digest}, expected {sha256}"
-        raise UserError(
-            f"data: {name} {problem}; it is not the file that this corpus was made from"
-        )
+        problem = f"sha256 {digest}, expected {sha256}"
+        raise UserError(f"data: {name} has {problem}; this corpus was made from another file")
     return data

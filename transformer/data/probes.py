@@ -125,8 +125,6 @@ def parse(path: str, field: str = "data.train") -> TaskSpec:
     look_up(TASKS, match[1], field)
     shortest, longest = int(match[2]), int(match[3])
     if not 1 <= shortest <= longest:
-        raise UserError(
-            f"{field}: {path!r}: lengths from {shortest} to {longest} must satisfy "
-            "1 <= SHORTEST <= LONGEST"
-        )
+        lengths = f"lengths from {shortest} to {longest}"
+        raise UserError(f"{field}: {path!r}: {lengths} must satisfy 1 <= SHORTEST <= LONGEST")
     return TaskSpec(match[1], shortest, longest, *([int(match[4])] if match[4] else []))

@@ -92,10 +92,8 @@ def open_store(config: DataConfig, vocab_size: int) -> Store:
     tokenizer gets those of `vocab_size` ids that the objective does not reserve.
     """
     if not config.corpus and not config.train:
-        raise UserError(
-            "data.corpus or data.train: set one of them (python -m transformer data lists the "
-            "corpora)"
-        )
+        command = "python -m transformer data"
+        raise UserError(f"data.corpus or data.train: set one of them ({command} lists the corpora)")
     objective = config.chosen
     text = _Text(config, objective.columns)
     inputs = {k: v for k, v in to_mapping(config).items() if k in (*TEXT_FIELDS, "tokenizer")}
@@ -294,10 +292,8 @@ def _tokenize(
 
 def _class(number: dict[str, int], name: str, text: str) -> int:
     if name not in number:
-        raise UserError(
-            f"data: the label {name!r} of {text[:40]!r} is not among those of training: "
-            f"{', '.join(number)}"
-        )
+        known = f"those of training: {', '.join(number)}"
+        raise UserError(f"data: the label {name!r} of {text[:40]!r} is not among {known}")
     return number[name]
 
 

@@ -207,10 +207,8 @@ def _check_rounds(config) -> None:
         repeats = config.num_layers(side) // period
         if repeats % rounds:
             layers = f"{side} layers" if period == 1 else f"periods of {period} {side} layers"
-            raise UserError(
-                f"model.pipeline_rounds: {rounds} does not divide the {repeats} {layers}; change "
-                "one of them"
-            )
+            problem = f"{rounds} does not divide the {repeats} {layers}"
+            raise UserError(f"model.pipeline_rounds: {problem}; change one of them")
 
 
 def _check_layer(config, side: str) -> None:

@@ -137,9 +137,8 @@ class Stack(nn.Module):
         x_BxTxD = constrain(x_BxTxD, ("batch", "stream", "activation_embed"))
 
         key_tokens = tokens if cache is None else cache.append(tokens)
-        context = Context(
-            tokens, key_tokens, encoded_BxSxD, encoded_tokens, cache and cache.index, dropout_rate
-        )
+        source = encoded_BxSxD, encoded_tokens
+        context = Context(tokens, key_tokens, *source, cache and cache.index, dropout_rate)
         x_BxTxD, layers = self._layers(x_BxTxD, cache, schemes, context, deterministic)
         if cache is not None:
             index = cache.index + x_BxTxD.shape[1]
@@ -204,9 +203,8 @@ class Stack(nn.Module):
             return x_BxTxD, tuple(states) if cache is not None else None
         _, stages = axis_of("layers")
         micro, rounds = cfg.pipeline_microbatches or stages, cfg.pipeline_rounds
-        use_pipeline = (
-            stages > 1 and cache is None and not self.is_initializing() and not any_watched(self)
-        )
+        observed = self.is_initializing() or any_watched(self)
+        use_pipeline = stages > 1 and cache is None and not observed
         if use_pipeline and not pipeline.why_not(len(x_BxTxD), micro, rounds):
             return self._pipelined(x_BxTxD, schemes, context, deterministic, micro), None
         cut = (lambda x: x.reshape(rounds, -1, *x.shape[1:])) if rounds > 1 else (lambda x: x)

@@ -5,13 +5,8 @@ import dataclasses
 from transformer.checks import Effect, one_of, strict
 from transformer.errors import UserError
 
-_EFFECTS = (
-    Effect(
-        ("slices",),
-        "more than one device along that axis of the mesh",
-        lambda c: c.sizes[c.slices] != 1,
-    ),
-)
+_SEVERAL = "more than one device along that axis of the mesh"
+_EFFECTS = (Effect(("slices",), _SEVERAL, lambda c: c.sizes[c.slices] != 1),)
 
 
 @strict("mesh", _EFFECTS)

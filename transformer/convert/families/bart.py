@@ -5,12 +5,12 @@ The first two are post-norm encoder-decoders, the others are pre-norm with final
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from transformer.convert.family import Family
+from transformer.convert.family import Constant, Family
 from transformer.convert.fields import Fields, changed, count, field, layer_count, optional
 from transformer.convert.weights import Copy, Shape, attention, linear, norm, row, same
 from transformer.model.config import ModelConfig
@@ -59,7 +59,7 @@ class _Kind(NamedTuple):
     pre: bool = False  # pre-norm
     logit_bias: bool = True
     source_begins: bool = False
-    constants: Mapping[str, Callable[[Shape], np.ndarray | None]] = {}
+    constants: Mapping[str, Constant] = {}
     unused: tuple[str, ...] = ()
 
 

@@ -9,10 +9,7 @@ from transformer.evaluation.subject import Metrics, Snapshot, Subject, token_los
 
 @EVALUATORS.register("logit_lens")
 class LogitLens(OneBatch):
-    """Predictions as if the stack ended after each layer (nostalgebraist 2020), on one batch.
-
-    Measures their loss, and how often they agree with the predictions of the last layer.
-    """
+    """Predictions as if the stack ended after each layer (nostalgebraist 2020), on one batch."""
 
     in_training = True
     metric_prefixes = ("lens",)

@@ -19,8 +19,8 @@ from transformer.output import count
 class Probe(Evaluator):
     """Accuracy on synthetic tasks (data/probes.py), at the training lengths and longer ones.
 
-    Draws separate examples of each length. Measures the share of answers without a mistake, and the
-    share of correct tokens. There are few distinct short questions, so they also occur in training.
+    Draws separate examples of each length. There are few distinct short questions, so they also
+    occur in training.
     """
 
     in_training = True

@@ -221,9 +221,8 @@ def with_capacity(factor: float):
         empty = jnp.full((E * C + 1,), T, jnp.int32)
         token_BxEC = jax.vmap(lambda slot_TK: empty.at[slot_TK].set(token_TK)[: E * C])(slot_BxTK)
         x_BxECxD = _take(jnp.pad(x_BxTxD, ((0, 0), (0, 1), (0, 0))), token_BxEC)
-        to_experts = lambda x_BxExCxD: constrain(
-            x_BxExCxD, ("expert_batch", "expert", "capacity", "activation_embed")
-        )
+        names = ("expert_batch", "expert", "capacity", "activation_embed")
+        to_experts = lambda x_BxExCxD: constrain(x_BxExCxD, names)
 
         def product(x_BxExCxI, m: Matrix):
             y_BxExCxO = jnp.einsum("BECI,EIO->BECO", x_BxExCxI, m.kernel_ExIxO)
@@ -281,9 +280,8 @@ def _sorted(apply, axes, expert, embed, ff, gather_tokens, tokens, matrices, key
     gather_tokens: whether tokens are spread over `expert` too.
     """
     if embed:
-        gather_embed = lambda name, x: jax.lax.all_gather(
-            x, embed, axis=1 + _AXES[name].index("embed"), tiled=True
-        )
+        axis = lambda name: 1 + _AXES[name].index("embed")
+        gather_embed = lambda name, x: jax.lax.all_gather(x, embed, axis=axis(name), tiled=True)
         matrices = _map_kernels(gather_embed, matrices)
     if key is not None and axes:
         key = jax.random.fold_in(key, jax.lax.axis_index(axes))
