@@ -55,10 +55,8 @@ def positive(section: str, config, *fields: str) -> None:
 
 def _bounded(section: str, field: str, value) -> None:
     if not math.isfinite(value) or (isinstance(value, int) and value > LARGEST):
-        raise UserError(
-            f"{section}.{field}: {value} is "
-            + (f"too large; at most {LARGEST:,}" if isinstance(value, int) else "not finite")
-        )
+        problem = f"too large; at most {LARGEST:,}" if isinstance(value, int) else "not finite"
+        raise UserError(f"{section}.{field}: {value} is {problem}")
 
 
 def at_most(section: str, config, maximum, **why: str) -> None:
@@ -212,10 +210,9 @@ def in_float32(path: str, value) -> None:
     if isinstance(value, float) and value and math.isfinite(value):
         smallest, largest = (float(getattr(np.finfo(np.float32), name)) for name in ("tiny", "max"))
         if not smallest <= abs(value) <= largest:
-            raise UserError(
-                f"{path}: {value} is {'0' if abs(value) < 1 else 'infinite'} in float32; take a "
-                f"number between {smallest:.1e} and {largest:.1e}"
-            )
+            rounded = "0" if abs(value) < 1 else "infinite"
+            way_out = f"take a number between {smallest:.1e} and {largest:.1e}"
+            raise UserError(f"{path}: {value} is {rounded} in float32; {way_out}")
 
 
 def table_of(cls) -> str:

@@ -22,10 +22,10 @@ from transformer.files import read_json
 from transformer.mapping import build, from_mapping, override, to_mapping
 from transformer.sweeps import Grid, Sweep
 
+NOTHING: Mapping[str, str] = types.MappingProxyType({})
 
-def load_experiment(
-    file: str, overrides: Mapping[str, str] = types.MappingProxyType({})
-) -> Experiment:
+
+def load_experiment(file: str, overrides: Mapping[str, str] = NOTHING) -> Experiment:
     """Loads the experiment of `FILE.py[:ARG][:ARM]` and applies dotted overrides.
 
     FILE.py defines `get_config()` or `get_config(arg)`, which returns a ConfigDict or a dict. ARM
@@ -65,7 +65,7 @@ def load_sweep(file: str) -> Sweep:
 
 
 def load_arms(
-    file: str, overrides: Mapping[str, str] = types.MappingProxyType({})
+    file: str, overrides: Mapping[str, str] = NOTHING
 ) -> tuple[Sweep, dict[str, Experiment]]:
     """Loads a file's sweep and the experiments of its arms, baseline first, with `overrides`."""
     sweep, experiments = load_sweep(file), {}

@@ -10,8 +10,8 @@ from transformer.errors import UserError
 from transformer.model.config import ModelConfig
 
 FIELDS = {
-    "rope_parameters": Field(None, dict, nullable=True),
-    "rope_scaling": Field(None, dict, nullable=True),
+    "rope_parameters": optional(dict),
+    "rope_scaling": optional(dict),
     "rope_theta": positive(10_000.0),
 }
 """The fields that a family with rotary positions reads."""

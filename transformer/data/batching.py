@@ -86,7 +86,8 @@ class Batches:
                 generator = np.random.Generator(np.random.Philox(key=[self._seed, epoch]))
                 shuffle = generator.permutation
             pairs = zip(self._members, self._sizes, strict=True)
-            pools = [iter(_chunks(shuffle(members), size)) for members, size in pairs]
+            starts = lambda members, size: range(size, len(members), size)
+            pools = [iter(np.split(shuffle(x), starts(x, size))) for x, size in pairs]
             current = self._epoch = epoch, [(int(b), next(pools[b])) for b in shuffle(self._order)]
         return current[1]
 
@@ -97,11 +98,6 @@ class Batches:
         if stop <= start:
             return iter(())
         return iter(grain.MapDataset.source(self)[start:stop].to_iter_dataset(options))
-
-
-def _chunks(indices: np.ndarray, size: int) -> Iterator[np.ndarray]:
-    for start in range(0, len(indices), size):
-        yield indices[start : start + size]
 
 
 def assemble(sequences: Sequence[Sequence[Segment]], length: int, decoder_length: int = 0) -> Batch:

@@ -200,10 +200,8 @@ def _connect(coordinator: str, count: int, index: int, wait: float) -> dict[int,
         socket.create_server(("", int(port))).close()  # JAX does not report that its port is in use
         server = socket.create_server(("", int(port) + 1))
     except OSError as e:
-        raise UserError(
-            f"process 0: port {port} or the port above it is in use ({e.strerror}); "
-            "choose another coordinator port"
-        ) from None
+        problem = f"port {port} or the port above it is in use ({e.strerror})"
+        raise UserError(f"process 0: {problem}; choose another coordinator port") from None
     with server:
         while len(hosts) < count and (remaining := deadline - time.monotonic()) > 0:
             server.settimeout(remaining)
@@ -214,15 +212,12 @@ def _connect(coordinator: str, count: int, index: int, wait: float) -> dict[int,
                 number, total, hostname = json.loads(_read_line(connection))
                 conflict = ""
                 if total != count:
-                    conflict = (
-                        f"process {number} on {hostname} is set up for {total} processes, "
-                        f"but process 0 for {count}; set the same number for all"
-                    )
+                    where = f"process {number} on {hostname}"
+                    counts = f"{total} processes, but process 0 for {count}"
+                    conflict = f"{where} is set up for {counts}; set the same number for all"
                 elif number in hosts:
-                    conflict = (
-                        f"process {number} runs twice, on {hosts[number]} and {hostname}; "
-                        "give each process a different number"
-                    )
+                    twice = f"process {number} runs twice, on {hosts[number]} and {hostname}"
+                    conflict = f"{twice}; give each process a different number"
                 if conflict:
                     _reply([connection], UserError(conflict))
                     continue

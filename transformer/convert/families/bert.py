@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 from transformer.convert.family import Family
 from transformer.convert.fields import (
-    Field,
     Fields,
     changed,
     count,
@@ -39,7 +38,7 @@ _FIELDS = {
     "hidden_dropout_prob": field(0.1, "dropout"),
     "attention_probs_dropout_prob": field(0.1, "attention_dropout"),
     "num_labels": optional(int),
-    "id2label": Field(None, dict, nullable=True),
+    "id2label": optional(dict),
 }
 
 

@@ -41,7 +41,7 @@ FIELDS = ROTARY | {
     "tie_word_embeddings": field(False, "tie_embeddings"),
     "attention_dropout": Field(0.0, float, "attention_dropout", nullable=True),
 }
-LAYER_TYPES = {"layer_types": Field(None, list, nullable=True)}
+LAYER_TYPES = {"layer_types": optional(list)}
 ATTENTION_BIAS = {"attention_bias": False}
 BIASES = ATTENTION_BIAS | {"mlp_bias": False}
 
@@ -274,7 +274,7 @@ FAMILIES = [
             "rope_theta": positive(2_000_000.0),
             "use_sliding_window": False,
             "sliding_window": optional(int),
-            "no_rope_layers": Field(None, list, nullable=True),
+            "no_rope_layers": optional(list),
             "no_rope_layer_interval": 4,
             "tie_word_embeddings": True,
         },

@@ -7,11 +7,11 @@ layer attends globally, and the others attend within a local window.
 from transformer.convert.family import Family
 from transformer.convert.fields import (
     ACTIVATIONS,
-    Field,
     Fields,
     field,
     layer_count,
     layer_kinds,
+    optional,
     positive,
     shortest_period,
 )
@@ -28,8 +28,8 @@ _FIELDS = {
     "max_position_embeddings": field(8192, "max_length"),
     "local_attention": 128,
     "global_attn_every_n_layers": 3,
-    "layer_types": Field(None, list, nullable=True),
-    "rope_parameters": Field(None, dict, nullable=True),
+    "layer_types": optional(list),
+    "rope_parameters": optional(dict),
     "global_rope_theta": positive(160_000.0),
     "local_rope_theta": positive(10_000.0),
     "norm_eps": positive(1e-5, "norm_epsilon"),
