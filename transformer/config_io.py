@@ -102,18 +102,14 @@ class _File:
     def tree(self) -> dict:
         config = self._call("get_config")
         if not isinstance(config, Experiment | Mapping | ConfigDict):
-            raise UserError(
-                f"--config: get_config() of {str(self.path)!r} returns {config!r}; a ConfigDict or "
-                "a dict is expected"
-            )
+            problem = f"get_config() of {str(self.path)!r} returns {config!r}"
+            raise UserError(f"--config: {problem}; a ConfigDict or a dict is expected")
         return to_mapping(config)
 
     def sweep(self) -> Sweep:
         if not hasattr(self.module, "sweep"):
-            raise UserError(
-                f"--config: {str(self.path)!r} defines no sweep(), as experiments/ablation.py "
-                "does; see docs/sweeps.md"
-            )
+            problem = f"{str(self.path)!r} defines no sweep(), as experiments/ablation.py does"
+            raise UserError(f"--config: {problem}; see docs/sweeps.md")
         sweep = self._call("sweep")
         sweep = Sweep(sweep) if isinstance(sweep, Grid) else sweep
         if not isinstance(sweep, Sweep):

@@ -43,10 +43,8 @@ def check_disk_space(folder: Path, needed: int, what: str) -> None:
         folder = folder.parent
     free = shutil.disk_usage(folder).free
     if free < needed:
-        raise UserError(
-            f"{folder}: the disk has {free / 1e6:,.1f} MB left, but {what} takes "
-            f"{needed / 1e6:,.1f} MB; free some space and start again"
-        )
+        problem = f"the disk has {free / 1e6:,.1f} MB left, but {what} takes {needed / 1e6:,.1f} MB"
+        raise UserError(f"{folder}: {problem}; free some space and start again")
 
 
 @contextlib.contextmanager

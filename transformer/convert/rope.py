@@ -181,10 +181,8 @@ def write_rope(position: Choice) -> dict:
     scaling = dict(position.get("scaling") or {"name": "none"})
     theirs = {ours: kind for kind, (ours, _) in _SCALINGS.items()}
     if scaling["name"] not in theirs:
-        raise UserError(
-            f"model.position.scaling: {scaling['name']!r} has no counterpart in Transformers; "
-            f"use one of {', '.join(theirs)}"
-        )
+        problem = f"{scaling['name']!r} has no counterpart in Transformers"
+        raise UserError(f"model.position.scaling: {problem}; use one of {', '.join(theirs)}")
     kind = theirs[scaling["name"]]
     out = {"rope_type": kind, "rope_theta": position.get("theta", 10_000.0)}
     if "fraction" in position:

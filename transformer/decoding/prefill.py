@@ -71,10 +71,8 @@ def prefill(
     """
     _check(model, prompt_BxP, source_BxS)
     if slots < prompt_BxP.shape[1]:
-        raise UserError(
-            f"slots: {slots} are fewer than the {prompt_BxP.shape[1]} tokens of the prompt; "
-            "add the number of tokens to generate"
-        )
+        problem = f"{slots} are fewer than the {prompt_BxP.shape[1]} tokens of the prompt"
+        raise UserError(f"slots: {problem}; add the number of tokens to generate")
     last = model.config.last_position
     if last is not None and slots > last + 1:
         raise UserError(

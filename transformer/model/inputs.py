@@ -170,10 +170,8 @@ def check_array(field: str, x, shape: tuple[int, ...], *kinds: type) -> None:
         expected = "an integer array" if kinds == (np.integer,) else "an array of bool"
         raise UserError(f"{field}: expected {expected}, got {dtype or type(x).__name__}")
     if x_shape not in (shape, (1, shape[1])):
-        raise UserError(
-            f"{field}: shape {list(x.shape)} differs from the tokens' shape {list(shape)}; "
-            "pass one value per token"
-        )
+        problem = f"shape {list(x.shape)} differs from the tokens' shape {list(shape)}"
+        raise UserError(f"{field}: {problem}; pass one value per token")
 
 
 def check_range(field: str, x, end: int | None = None, why: str = "") -> None:

@@ -130,9 +130,8 @@ class _Family(nn.Module):
     @nn.nowrap
     def _check_arguments(self, params, options) -> None:
         if "params" in params:
-            raise UserError(
-                "params: the parameters are in another dict, under 'params'; pass params['params']"
-            )
+            problem = "the parameters are in another dict, under 'params'"
+            raise UserError(f"params: {problem}; pass params['params']")
         if "embedding" not in params:
             raise UserError("params: there is no 'embedding'; pass what `init` returned")
         mutable = options.get("mutable")

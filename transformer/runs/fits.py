@@ -34,10 +34,8 @@ def check_stages(model: ModelConfig, mesh: Mesh) -> None:
                 f"{count(model.period(side), 'layer')}; change one of them"
             )
     if model.pipeline_rounds > 1 and 0 < model.pipeline_microbatches < stages:
-        raise UserError(
-            f"model.pipeline_microbatches: {model.pipeline_microbatches} is fewer than mesh.stage; "
-            f"use at least {stages}, or 0"
-        )
+        problem = f"{model.pipeline_microbatches} is fewer than mesh.stage"
+        raise UserError(f"model.pipeline_microbatches: {problem}; use at least {stages}, or 0")
 
 
 def check_divisibility(config: Experiment, mesh: Mesh) -> None:

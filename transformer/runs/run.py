@@ -243,10 +243,8 @@ def find_state(workdir: Path, program: Program, text: Text, report: Callable[[st
         return Start(state, None, 0, {})
     state, loop = _resume(checkpoints, program)
     if loop["text_sha256"] != text.data.store.meta["train"]["sha256"]:
-        raise UserError(
-            f"workdir: the training text has changed since {workdir} was trained on it; choose "
-            "another directory or restore the text"
-        )
+        problem = f"the training text has changed since {workdir} was trained on it"
+        raise UserError(f"workdir: {problem}; choose another directory or restore the text")
     return Start(state, checkpoints, loop["data_step"], loop["window"])
 
 

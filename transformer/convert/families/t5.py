@@ -88,10 +88,8 @@ def _read(f: Fields, tensors: frozenset[str]) -> dict:
 def _write(c: ModelConfig) -> dict:
     projections = {ours: theirs for theirs, ours in _PROJECTIONS.items()}
     if (c.activation, c.glu) not in projections:
-        raise UserError(
-            f"model.activation: {c.activation!r} with glu={c.glu} has no name in T5; T5 supports "
-            f"{', '.join(_PROJECTIONS)}"
-        )
+        problem = f"{c.activation!r} with glu={c.glu} has no name in T5"
+        raise UserError(f"model.activation: {problem}; T5 supports {', '.join(_PROJECTIONS)}")
     return {
         "relative_attention_num_buckets": options(c.position).get("num_buckets", 32),
         "relative_attention_max_distance": options(c.position).get("max_distance", 128),

@@ -76,10 +76,8 @@ class Recurrent(Mixer):
             way_out = "set model.causal=True and model.prefix_lm=False"
             return f"model.mixer: {self.name!r} is causal in a decoder; {way_out}"
         if not config.is_encoder_decoder and self.source != "cross_attention":
-            return (
-                f"model.mixer.source: {self.source!r} needs an encoder, but model.family = "
-                f"{config.family!r}; leave it at 'cross_attention'"
-            )
+            problem = f"{self.source!r} needs an encoder, but model.family = {config.family!r}"
+            return f"model.mixer.source: {problem}; leave it at 'cross_attention'"
         return None
 
     def build(self, config, side, gain, out_gain):
