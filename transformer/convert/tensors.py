@@ -87,10 +87,9 @@ def _files(directory: Path) -> dict[str, set[str] | None]:
         raise UserError(f"{index}: damaged (weight_map names no tensor)")
     for file in files:
         if not (directory / file).is_file():
-            raise UserError(
-                f"{directory}: no {printable(file)}, which {index.name} names; copy the missing "
-                "file, or save the model again"
-            )
+            way_out = "copy the missing file, or save the model again"
+            missing = f"no {printable(file)}, which {index.name} names"
+            raise UserError(f"{directory}: {missing}; {way_out}")
     if single not in files and (directory / single).is_file():
         raise UserError(f"{directory}: has both {single} and {index.name}; delete the outdated one")
     return files
@@ -154,18 +153,15 @@ def check(
         raise UserError(f"unexpected tensors, {why}: {listed(extra)}")
     for name in sorted(tensors.names - set(unused)):
         if tensors.dtype(name) not in FLOATS:
-            raise UserError(
-                f"{printable(name)}: holds numbers of type {tensors.dtype(name)}; a parameter is "
-                f"one of {', '.join(FLOATS)}"
-            )
+            problem = f"holds numbers of type {tensors.dtype(name)}"
+            expected = f"a parameter is one of {', '.join(FLOATS)}"
+            raise UserError(f"{printable(name)}: {problem}; {expected}")
     for weight in weights:
         shape = tensors.shape(weight.theirs)
         expected_shape = weight.shape([shapes[name] for name in weight.ours])
         if shape != tuple(expected_shape):
-            raise UserError(
-                f"{weight.theirs}: its shape is {spell(shape)}, but config.json implies "
-                f"{spell(expected_shape)}"
-            )
+            expected = f"config.json implies {spell(expected_shape)}"
+            raise UserError(f"{weight.theirs}: its shape is {spell(shape)}, but {expected}")
     for copy in copies:
         same_shape = tensors.shape(copy.theirs) == tensors.shape(copy.of)
         equal = lambda a, b: np.array_equal(tensors.read(a), tensors.read(b))

@@ -76,7 +76,6 @@ def _wikitext2(folder: Path, read: Callable[[str], bytes]) -> None:
 
 
 def _pydoc(folder: Path, read: Callable[[str], bytes]) -> None:
-    """Writes the topics of Python's built-in help."""
     from pydoc_data import topics
 
     documents = [topics.topics[name] for name in sorted(topics.topics)]

@@ -250,7 +250,6 @@ def _field(record: dict, field: str, where: str) -> str:
 
 
 def _jsonl(file: epath.Path, fields) -> Iterator[Example]:
-    """Yields one example from each line, a JSON object."""
     for number, line in _lines(file):
         if line.strip():
             yield _record(line, fields, f"{file}:{number}")

@@ -50,9 +50,8 @@ def heads(q_BxTxNxH: jax.Array, k_BxSxKxH: jax.Array, inputs: Inputs) -> dict[st
 
     def block_statistics(block):
         q_BxtxNxH, tokens = block
-        w_BxNxtxS, logits_BxNxtxS, mask_BxtxS = weights(
-            q_BxtxNxH, k_BxSxKxH, inputs.replace(q_tokens=tokens)
-        )
+        of_block = inputs.replace(q_tokens=tokens)
+        w_BxNxtxS, logits_BxNxtxS, mask_BxtxS = weights(q_BxtxNxH, k_BxSxKxH, of_block)
         at_q, at_k = tokens.positions_BxT[:, :, None], inputs.k_tokens.positions_BxT[:, None, :]
         has_choice_Bxt = jnp.sum(mask_BxtxS, axis=-1) > 1
 

@@ -251,14 +251,11 @@ class Stack(nn.Module):
         period = self.config.period(self.side)
         return schemes[:period] if period > 1 else schemes[0]
 
-    def _pipelined(
-        self, x_BxTxD, schemes, context: Context, deterministic, micro: int
-    ) -> jax.Array:
+    def _pipelined(self, x_BxTxD, schemes, context: Context, deterministic, micro) -> jax.Array:
         """Applies the layers sharded over "stage" (pipeline.py)."""
         cfg, (_, stages) = self.config, axis_of("layers")
-        to_batch = lambda tree: jax.tree.map(
-            lambda x: jnp.broadcast_to(x, (len(x_BxTxD), *x.shape[1:])), tree
-        )
+        repeat = lambda x: jnp.broadcast_to(x, (len(x_BxTxD), *x.shape[1:]))
+        to_batch = functools.partial(jax.tree.map, repeat)
         count = len(cfg.layers(self.side)) // cfg.period(self.side) // cfg.pipeline_rounds // stages
         module, args = self._loop(count, deterministic)
 

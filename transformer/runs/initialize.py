@@ -49,20 +49,17 @@ def check_source(directory: str) -> None:
     """Raises UserError if `train.init_from` is neither a run nor a Hugging Face directory."""
     path = Path(directory)
     if not ((path / "checkpoints").is_dir() or (path / "config.json").is_file()):
-        raise UserError(
-            f"train.init_from: {directory} is neither a run (checkpoints/) nor a Hugging Face "
-            "directory (config.json)"
-        )
+        kinds = "a run (checkpoints/) nor a Hugging Face directory (config.json)"
+        raise UserError(f"train.init_from: {directory} is neither {kinds}")
 
 
 def check_tokenizer(directory: str, sha256: str) -> None:
     """Raises UserError if a run has another tokenizer: its embeddings are of other tokens."""
     file = find_tokenizer(directory)
     if file is not None and hashlib.sha256(file.read_bytes()).hexdigest() != sha256:
-        raise UserError(
-            f"train.init_from: {directory} was trained with another tokenizer; set "
-            f"data.tokenizer.path={file} to use it here"
-        )
+        way_out = f"set data.tokenizer.path={file} to use it here"
+        problem = f"{directory} was trained with another tokenizer"
+        raise UserError(f"train.init_from: {problem}; {way_out}")
 
 
 def _source(directory: Path, mesh: Mesh) -> tuple[Mapping, Callable[[str], jax.Array]]:
@@ -107,10 +104,9 @@ def _match(train: TrainConfig, targets: Mapping, sources: Mapping) -> set[str]:
             way_out = "; name it in train.init_new and train.init_drop to initialize it anew"
             if "position_embedding" in name:
                 way_out = "; set train.init_positions"
-            raise UserError(
-                f"train.init_from: {name} is {format_shape(sources[name])} in {source} and "
-                f"{format_shape(targets[name])} here{way_out}"
-            )
+            there, here = format_shape(sources[name]), format_shape(targets[name])
+            problem = f"{name} is {there} in {source} and {here} here"
+            raise UserError(f"train.init_from: {problem}{way_out}")
     return names
 
 

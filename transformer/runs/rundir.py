@@ -66,18 +66,16 @@ def check(workdir: Path, config: Experiment) -> None:
         if changed == ["train.steps"] and config.optimizer.schedule in ("inverse_sqrt", "constant"):
             changed = []  # these schedules do not depend on it, so a run may be extended
         if changed == ["train.steps"]:
-            raise UserError(
-                f"workdir: {workdir} was started with train.steps = {old.train.steps}, and the "
-                f"schedule {config.optimizer.schedule!r} depends on it; restore it, or start a new "
-                f"run with train.init_from={workdir}"
-            )
+            steps = f"train.steps = {old.train.steps}"
+            why = f"the schedule {config.optimizer.schedule!r} depends on it"
+            way_out = f"restore it, or start a new run with train.init_from={workdir}"
+            raise UserError(f"workdir: {workdir} was started with {steps}, and {why}; {way_out}")
         if changed:
             changes = "; ".join(different[key] for key in changed[:6])
             more = f"; and {len(changed) - 6} more" if len(changed) > 6 else ""
-            raise UserError(
-                f"workdir: {workdir} contains a different experiment: {changes}{more}; choose "
-                "another directory or restore the old values"
-            )
+            problem = f"contains a different experiment: {changes}{more}"
+            way_out = "choose another directory or restore the old values"
+            raise UserError(f"workdir: {workdir} {problem}; {way_out}")
     elif workdir.exists() and any(map(is_foreign, workdir.iterdir())):
         problem = "is not empty and not a run (no config.json)"
         raise UserError(f"workdir: {workdir} {problem}; choose another directory")
