@@ -126,13 +126,16 @@ class Generator:
             sharding = jax.tree.leaves(self.params)[0].sharding
             is_on_mesh = isinstance(sharding, NamedSharding)
             replicated = NamedSharding(sharding.mesh, P()) if is_on_mesh else None
-            max_new = min(decoding.max_extra, max_length - 1)
-            if self._translates:
-                max_new = min(width + decoding.max_extra, max_length)
-            decode = functools.partial(self._decode, max_new=max_new)
+            decode = functools.partial(self._decode, max_new=self._max_new(width))
             self._compiled[width] = jax.jit(decode, out_shardings=replicated)
         output = self._compiled[width](self.params, inputs, real, limits, numbers)
         return np.asarray(output)[: len(ids)]
+
+    def _max_new(self, width: int) -> int:
+        decoding, max_length = self.config.decoding, self.config.model.max_length
+        if self._translates:
+            return min(width + decoding.max_extra, max_length)
+        return min(decoding.max_extra, max_length - 1)
 
     def _decode(self, params, inputs, real, limits, numbers, *, max_new: int) -> jax.Array:
         decoding: DecodingConfig = self.config.decoding
