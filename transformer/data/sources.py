@@ -48,10 +48,9 @@ def read(
         examples = (example for file in expand(path) for example in reader(file, fields))
     for example in examples:
         if len(example) != len(columns):
-            raise UserError(
-                f"data.format: {format!r} yields {len(example)} text(s) per example, but the "
-                f"objective needs {', '.join(columns)}; see data.objective"
-            )
+            yields = f"{format!r} yields {len(example)} text(s) per example"
+            needs = f"the objective needs {', '.join(columns)}; see data.objective"
+            raise UserError(f"data.format: {yields}, but {needs}")
         if all(text.strip() for text in example):
             count += 1
             yield example
@@ -183,10 +182,9 @@ def _paired(path: str) -> Iterator[Example]:
             )
     if len(sources) != len(targets):
         unpaired = max(sources, targets, key=len)[min(len(sources), len(targets))][1]
-        raise UserError(
-            f"data: {path} matches {len(sources)} and {len(targets)} files, and {unpaired.name} "
-            "has no partner; 'paired' needs the same number of each"
-        )
+        matches = f"{path} matches {len(sources)} and {len(targets)} files"
+        problem = f"{matches}, and {unpaired.name} has no partner"
+        raise UserError(f"data: {problem}; 'paired' needs the same number of each")
     for (_, source), (_, target) in zip(sources, targets, strict=True):
         yield from _lines_of_two(source, target)
 

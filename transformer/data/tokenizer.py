@@ -253,10 +253,9 @@ def train_tokenizer(
     lossless = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False}
     lines = _sample(sentences, config.max_sentences)
     if pieces < 1:
-        raise UserError(
-            f"model.vocab_size: {vocab_size} leaves no piece besides the {reserved} special tokens "
-            "of data.objective; increase it"
-        )
+        others = f"the {reserved} special tokens of data.objective"
+        problem = f"{vocab_size} leaves no piece besides {others}"
+        raise UserError(f"model.vocab_size: {problem}; increase it")
     by_pieces = config.kind != "char"
     try:
         sentencepiece.SentencePieceTrainer.train(

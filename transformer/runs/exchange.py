@@ -112,10 +112,9 @@ def _tokenizer_config(hf_config: Mapping, model: ModelConfig, source_begins) -> 
 def _experiment(model: ModelConfig, tokenizer_config: TokenizerConfig) -> Experiment:
     """Returns the experiment for the config.json of a converted model."""
     if not model.lm_head and not model.num_labels:  # its objective would require train.init_from
-        raise UserError(
-            f"this {model.family} has no head; a run needs a language-model head or a classifier, "
-            "so convert a model that has one"
-        )
+        needed = "a run needs a language-model head or a classifier"
+        way_out = "convert a model that has one"
+        raise UserError(f"this {model.family} has no head; {needed}, so {way_out}")
     objectives = {"encoder": "masked_lm", "decoder": "causal_lm", "encoder_decoder": "seq2seq"}
     objective = objectives[model.family]
     if not model.lm_head:

@@ -31,10 +31,9 @@ class Classification(_Labels):
         if task.model.pooling == "none":
             return "predicts one label per text; set model.pooling to cls, mean or last"
         if task.model.pooling == "cls" and task.model.family == "decoder":
-            return (
-                "classifies the whole text, but the first token of a decoder attends only to "
-                "itself; set model.pooling to last or mean"
-            )
+            problem = "the first token of a decoder attends only to itself"
+            way_out = "set model.pooling to last or mean"
+            return f"classifies the whole text, but {problem}; {way_out}"
         return _check_unpacked(task)
 
 
@@ -51,10 +50,8 @@ class Tagging(_Labels):
         if not task.model.num_labels:
             return "predicts tags; set model.num_labels"
         if task.model.pooling != "none":
-            return (
-                f"predicts one tag per word, but model.pooling = {task.model.pooling!r} leaves one "
-                "per text; set it to none"
-            )
+            problem = f"model.pooling = {task.model.pooling!r} leaves one per text"
+            return f"predicts one tag per word, but {problem}; set it to none"
         return _check_unpacked(task)
 
 

@@ -98,10 +98,9 @@ class _Denoising(Objective):
             return f"does not fit into data.length = {task.data.length}; increase data.length"
         spans = max(d.counts(size)[1] for d in self.denoisers)
         if spans > self.sentinels:
-            return (
-                f"has {self.sentinels} sentinels, but {spans} spans in pieces of {size} tokens; "
-                "increase sentinels or mean_length"
-            )
+            problem = f"{spans} spans in pieces of {size} tokens"
+            way_out = "increase sentinels or mean_length"
+            return f"has {self.sentinels} sentinels, but {problem}; {way_out}"
         return None
 
     def piece(self, task) -> int:

@@ -52,10 +52,8 @@ class MaskedLM(Objective):
         if not 0 < self.rate < 1:
             return f"has rate = {self.rate}, which must lie between 0 and 1"
         if not (self.mask >= 0 and self.random >= 0 and self.mask + self.random <= 1):
-            return (
-                f"has mask = {self.mask} and random = {self.random}, which must not be negative or "
-                "add up to more than 1"
-            )
+            limits = "which must not be negative or add up to more than 1"
+            return f"has mask = {self.mask} and random = {self.random}, {limits}"
         heads = (model.token_types, model.num_labels, model.pooling)
         if self.next_sentence and heads != (2, 2, "cls"):
             way_out = "set model.token_types=2, model.num_labels=2, model.pooling='cls'"

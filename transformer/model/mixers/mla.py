@@ -67,10 +67,8 @@ class MLA(Mixer):
         if rope < 1:
             return "model.mixer.d_rope: 0 defaults to d_head / 2, which is less than 1; set it"
         if "rotate" in build(config.layer_position).hooks and rope % 2:
-            return (
-                f"model.mixer.d_rope: {rope} must be even, because model.position = "
-                f"{config.layer_position!r} rotates pairs of features"
-            )
+            why = f"model.position = {config.layer_position!r} rotates pairs of features"
+            return f"model.mixer.d_rope: {rope} must be even, because {why}"
         return None
 
     def facts(self, config, facts):

@@ -68,10 +68,8 @@ class Recurrent(Mixer):
 
     def check(self, config, side):
         if side == "encoder" and config.d_model % 2:
-            return (
-                f"model.d_model: {config.d_model} must be even: "
-                f"model.mixer = {self.name!r} has two directions in an encoder"
-            )
+            why = f"model.mixer = {self.name!r} has two directions in an encoder"
+            return f"model.d_model: {config.d_model} must be even: {why}"
         if side == "decoder" and (not config.causal or config.prefix_lm):
             way_out = "set model.causal=True and model.prefix_lm=False"
             return f"model.mixer: {self.name!r} is causal in a decoder; {way_out}"
