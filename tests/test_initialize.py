@@ -65,7 +65,7 @@ def state_and_shardings(config):
 
 
 def restored_params(config, abstract, workdir):
-    params = Checkpoints(workdir, config.train).restore_params(abstract)
+    params = Checkpoints(workdir, config.train).evaluation_params(abstract)
     return unstack(config.model, params)
 
 

@@ -250,12 +250,9 @@ def test_every_tokenizer_field_has_an_effect():
     def of_tokenizer(tree):
         config = TokenizerConfig(**tree)
         if config.path:
-            return repr(
-                (
-                    SentencePiece(trained[config.path], config).special_tokens,
-                    len(trained[config.path]),
-                )
-            )
+            tokenizer = SentencePiece(trained[config.path], config)
+            tokens = (tokenizer.pad, tokenizer.bos, tokenizer.eos, tokenizer.source_prefix_ids)
+            return repr((tokens, len(trained[config.path])))
         return hashlib.sha256(
             train_tokenizer(config, 300 if config.byte_fallback else 60, words).content
         ).hexdigest()

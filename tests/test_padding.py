@@ -200,7 +200,7 @@ def test_special_tokens_round_trip_through_config_json(name, special_ids):
     config = dataclasses.replace(config, d_ff=4 * config.d_model, **special_ids, **start)
     family = FAMILIES[HF_FAMILIES[name.split("_")[0]]]
     hf_fields = json.loads(json.dumps(family.their_config(config)))
-    tensors = frozenset(weight.theirs for weight in family.weights(config))
+    tensors = frozenset(weight.theirs for weight in family.all_weights(config))
     loaded = family.our_config(hf_fields, tensors)
     assert {field: getattr(loaded, field) for field in SPECIAL_TOKENS} == {
         field: getattr(config, field) for field in SPECIAL_TOKENS

@@ -13,12 +13,11 @@ import pytest
 from conftest import init_model, make, masks, small, start_decoding, tokens
 
 from transformer import UserError
-from transformer.convert.hf import abstract_shapes
 from transformer.decoding.prefill import advance
 from transformer.model.attention_backends import Inputs, reference
 from transformer.model.layout import flatten, layer_shapes
 from transformer.model.masks import SAME_SEGMENT, Tokens
-from transformer.model.network import build_model
+from transformer.model.network import abstract_params, build_model
 
 VARIANTS = {
     "parallel": {"parallel": True, "norm_placement": "peri"},
@@ -326,7 +325,7 @@ def test_field_changes_only_the_parameters_it_governs(plain_initial_values, fiel
     changed = small("encoder_decoder", **{"position": "none", **fields})
     assert changed != small("encoder_decoder", position="none")
     shapes = {name: tuple(x.shape) for name, x in plain_initial_values.items()}
-    changed_shapes = layer_shapes(changed, abstract_shapes(changed))
+    changed_shapes = layer_shapes(changed, flatten(abstract_params(changed)))
     differ = {
         name
         for name in shapes.keys() | changed_shapes.keys()

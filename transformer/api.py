@@ -14,7 +14,7 @@ from transformer.config_io import load_experiment
 from transformer.data.corpora import data_home
 from transformer.decoding.generate import Generator, check_texts
 from transformer.errors import UserError
-from transformer.mapping import apply_overrides, build, thaw
+from transformer.mapping import apply_overrides, build, to_mapping
 from transformer.parallel.mesh import start, use
 from transformer.parallel.processes import start_processes
 from transformer.runs.evaluate import LoadedRun, load_trained
@@ -48,10 +48,10 @@ def train(
     if isinstance(experiment, str | os.PathLike):
         config = load_experiment(os.fspath(experiment), overrides)
     else:
-        config = build(Experiment, thaw(experiment), overrides)
+        config = build(Experiment, to_mapping(experiment), overrides)
     cache_compiled_programs()
     train_in(config, workdir)
-    mesh_fields = {f"mesh.{name}": size for name, size in thaw(config.mesh).items()}
+    mesh_fields = {f"mesh.{name}": size for name, size in to_mapping(config.mesh).items()}
     return load_run(workdir, mesh_fields)
 
 
@@ -116,10 +116,8 @@ def run_config(workdir: str | os.PathLike, overrides: Mapping[str, Any]) -> Expe
         settable.add("data")
     for key in overrides:
         if key.split(".")[0] not in settable and key != "data.eval_overlap":
-            raise UserError(
-                f"{key}: a trained run keeps its config; "
-                "set only decoding, mesh, platform, seed and data.eval_overlap"
-            )
+            way_out = "set only decoding, mesh, platform, seed and data.eval_overlap"
+            raise UserError(f"{key}: a trained run keeps its config; {way_out}")
     return apply_overrides(load_config(Path(workdir)), overrides)
 
 

@@ -55,10 +55,8 @@ def positive(section: str, config, *fields: str) -> None:
 
 def _bounded(section: str, field: str, value) -> None:
     if not math.isfinite(value) or (isinstance(value, int) and value > LARGEST):
-        raise UserError(
-            f"{section}.{field}: {value} is "
-            + (f"too large; at most {LARGEST:,}" if isinstance(value, int) else "not finite")
-        )
+        problem = f"too large; at most {LARGEST:,}" if isinstance(value, int) else "not finite"
+        raise UserError(f"{section}.{field}: {value} is {problem}")
 
 
 def at_most(section: str, config, maximum, **why: str) -> None:
@@ -66,9 +64,8 @@ def at_most(section: str, config, maximum, **why: str) -> None:
     for field, reason in why.items():
         value = getattr(config, field)
         if value > maximum:
-            raise UserError(
-                f"{section}.{field}: {value:,} is too large; at most {maximum:,}: {reason}"
-            )
+            limit = f"at most {maximum:,}: {reason}"
+            raise UserError(f"{section}.{field}: {value:,} is too large; {limit}")
 
 
 def in_unit_interval(section: str, config, *fields: str) -> None:
@@ -97,9 +94,7 @@ class Effect:
     when: Callable[[Any], bool]
 
 
-def refuse_without_effect(
-    section: str, config, effects: tuple[Effect, ...], arguments: Mapping
-) -> None:
+def refuse_without_effect(section: str, config, effects: tuple[Effect, ...], arguments) -> None:
     """Raises UserError for a field that is set, differs from its default and has no effect.
 
     `arguments` holds the constructor's arguments. A field that the config resolves itself
@@ -110,7 +105,9 @@ def refuse_without_effect(
         if effect.when(config):
             continue
         for name in effect.fields:
-            value, default = _value_and_default(config, name)
+            *parents, last = name.split(".")
+            holder = functools.reduce(getattr, parents, config)
+            value, default = getattr(holder, last), type(holder).__dataclass_fields__[last].default
             value = value if "." in name else arguments.get(name, default)
             if value in (default, resolved.get(name, default)):
                 continue
@@ -118,18 +115,8 @@ def refuse_without_effect(
             reason = f"{path}: {plain(value)!r} has no effect"
             if effect.needs.startswith("because "):
                 raise UserError(f"{reason}, {effect.needs}; leave it out")
-            raise UserError(
-                f"{reason} without {effect.needs}; set that, or "
-                f"leave {path} at {plain(resolved.get(name, default))!r}"
-            )
-
-
-def _value_and_default(config, name: str) -> tuple[Any, Any]:
-    """Returns the value and the default of a dotted field."""
-    *parents, last = name.split(".")
-    for parent in parents:
-        config = getattr(config, parent)
-    return getattr(config, last), type(config).__dataclass_fields__[last].default
+            way_out = f"set that, or leave {path} at {plain(resolved.get(name, default))!r}"
+            raise UserError(f"{reason} without {effect.needs}; {way_out}")
 
 
 # ---- Types
@@ -155,22 +142,16 @@ def strict(section: str, effects: tuple[Effect, ...] = ()):
         @functools.wraps(init)
         def checked(self, *args, **values):
             if len(args) > len(fields):
-                raise UserError(
-                    f"{cls.__name__}: {len(args)} values for {len(fields)} fields; pass them as "
-                    "FIELD=VALUE"
-                )
+                problem = f"{len(args)} values for {len(fields)} fields"
+                raise UserError(f"{cls.__name__}: {problem}; pass them as FIELD=VALUE")
             positional = dict(zip(fields, args, strict=False))
-            for name in positional:
-                if name in values:
-                    raise UserError(
-                        f"{path}{name}: given twice, by position and by name; leave one out"
-                    )
+            if twice := [name for name in positional if name in values]:
+                how = "given twice, by position and by name"
+                raise UserError(f"{path}{twice[0]}: {how}; leave one out")
+            if unknown := [name for name in values if name not in fields]:
+                way_out = nearest(unknown[0], fields)
+                raise UserError(f"{cls.__name__}.{unknown[0]}: no such field; {way_out}")
             values = positional | values
-            for name in values:
-                if name not in fields:
-                    raise UserError(
-                        f"{cls.__name__}.{name}: no such field; {nearest(name, fields)}"
-                    )
             for name, field in fields.items():
                 if field.default is dataclasses.MISSING and name not in values:
                     is_section = dataclasses.is_dataclass(hints()[name])
@@ -217,9 +198,8 @@ def coerce(value, kind, path: str):
             return value
         if origin is int and isinstance(value, float) and value.is_integer():
             return int(value)
-    raise UserError(
-        f"{path}: expected {' or '.join(map(_type_name, options))}, got {plain(value)!r}"
-    )
+    names = " or ".join(map(_type_name, options))
+    raise UserError(f"{path}: expected {names}, got {plain(value)!r}")
 
 
 def in_float32(path: str, value) -> None:
@@ -230,10 +210,9 @@ def in_float32(path: str, value) -> None:
     if isinstance(value, float) and value and math.isfinite(value):
         smallest, largest = (float(getattr(np.finfo(np.float32), name)) for name in ("tiny", "max"))
         if not smallest <= abs(value) <= largest:
-            raise UserError(
-                f"{path}: {value} is {'0' if abs(value) < 1 else 'infinite'} in float32; take a "
-                f"number between {smallest:.1e} and {largest:.1e}"
-            )
+            rounded = "0" if abs(value) < 1 else "infinite"
+            way_out = f"take a number between {smallest:.1e} and {largest:.1e}"
+            raise UserError(f"{path}: {value} is {rounded} in float32; {way_out}")
 
 
 def table_of(cls) -> str:

@@ -143,8 +143,7 @@ class Claim:
 
     def alive(self) -> bool:
         """Returns whether a living process holds the claim."""
-        holder = self.holder()
-        return holder is not None and self._lives(holder)
+        return self._lives(self.holder())
 
     def check(self) -> None:
         """Retakes a claim whose file is missing. Raises UserError if another may have held it."""
@@ -154,9 +153,8 @@ class Claim:
         if self.holder() is None and not lapsed and self._make():
             return
         late = f" after process {os.getpid()} had not responded for {STALE:.0f} s" if lapsed else ""
-        raise UserError(
-            f"{self.file}: {self.who()} took over this run{late}; this process stops without saving"
-        )
+        how = f"{self.who()} took over this run{late}"
+        raise UserError(f"{self.file}: {how}; this process stops without saving")
 
     def holder(self) -> Process | None:
         """Returns the process that holds or held the claim; None if the file does not exist."""
@@ -177,8 +175,10 @@ class Claim:
         except FileNotFoundError:
             return float("inf")
 
-    def _lives(self, holder: Process) -> bool:
-        return self.age() < STALE and not (holder.is_visible() and not holder.runs())
+    def _lives(self, holder: Process | None) -> bool:
+        if holder is None or self.age() >= STALE:
+            return False
+        return not holder.is_visible() or holder.runs()
 
     def _clear(self, dead: Process) -> bool:
         """Removes a dead claim. Returns whether it did; of several processes, only one succeeds."""

@@ -91,10 +91,8 @@ class Experiment:
         if objective.predicts_tokens and not self.model.lm_head:
             raise UserError(f"data.objective: {name!r} predicts tokens; set model.lm_head=True")
         if self.model.prefix_lm and not objective.has_prefix:
-            raise UserError(
-                f"model.prefix_lm: True, but data.objective {name!r} defines no prefix; set it to "
-                "False"
-            )
+            problem = f"True, but data.objective {name!r} defines no prefix"
+            raise UserError(f"model.prefix_lm: {problem}; set it to False")
         if self.data.target_length and not self.model.is_encoder_decoder:
             raise UserError(
                 f"data.target_length: {self.data.target_length}, but model.family = "
@@ -118,15 +116,11 @@ class Experiment:
         chosen, rule = PARAMETRIZATIONS.build(self.model.parametrization), self.optimizer.rule
         if self.model.base != self.model and not rule.scales_with_size:
             names = [repr(n) for n in OPTIMIZERS if OptimizerConfig(name=n).rule.scales_with_size]
-            raise UserError(
-                f"model.parametrization: {chosen.name!r} has no rule for optimizer.name = "
-                f"{rule.name!r}; use {' or '.join(names)}"
-            )
+            problem = f"{chosen.name!r} has no rule for optimizer.name = {rule.name!r}"
+            raise UserError(f"model.parametrization: {problem}; use {' or '.join(names)}")
         if "epsilon" in chosen.sets and "epsilon" not in rule.fields:
-            raise UserError(
-                f"model.parametrization: a multiplier of epsilon has no effect on optimizer.name = "
-                f"{rule.name!r}; leave it out"
-            )
+            problem = f"a multiplier of epsilon has no effect on optimizer.name = {rule.name!r}"
+            raise UserError(f"model.parametrization: {problem}; leave it out")
 
     @property
     def objective(self) -> Objective:

@@ -19,13 +19,13 @@ from ml_collections import ConfigDict
 from transformer.config import Experiment
 from transformer.errors import UserError, nearest
 from transformer.files import read_json
-from transformer.mapping import build, from_mapping, override, thaw
+from transformer.mapping import build, from_mapping, override, to_mapping
 from transformer.sweeps import Grid, Sweep
 
+NOTHING: Mapping[str, str] = types.MappingProxyType({})
 
-def load_experiment(
-    file: str, overrides: Mapping[str, str] = types.MappingProxyType({})
-) -> Experiment:
+
+def load_experiment(file: str, overrides: Mapping[str, str] = NOTHING) -> Experiment:
     """Loads the experiment of `FILE.py[:ARG][:ARM]` and applies dotted overrides.
 
     FILE.py defines `get_config()` or `get_config(arg)`, which returns a ConfigDict or a dict. ARM
@@ -39,7 +39,7 @@ def load_tree(file: str) -> dict:
     """Returns the settings of an experiment file as nested dicts."""
     name = file.partition(":")[0]
     if Path(name).suffix == ".json":
-        return thaw(from_mapping(Experiment, read_json(_existing(name))))
+        return to_mapping(from_mapping(Experiment, read_json(_existing(name))))
     experiment_file = _open(file)
     with _errors_in(experiment_file.path):
         tree = experiment_file.tree()
@@ -58,24 +58,21 @@ def load_sweep(file: str) -> Sweep:
     """Loads the sweep of an experiment file. Raises UserError if the file defines none."""
     experiment_file = _open(file)
     if experiment_file.arm:
-        raise UserError(
-            f"--config: {file!r} names one arm, but a sweep uses all; leave out "
-            f":{experiment_file.arm}"
-        )
+        way_out = f"leave out :{experiment_file.arm}"
+        raise UserError(f"--config: {file!r} names one arm, but a sweep uses all; {way_out}")
     with _errors_in(experiment_file.path):
         return experiment_file.sweep()
 
 
 def load_arms(
-    file: str, overrides: Mapping[str, str] = types.MappingProxyType({})
+    file: str, overrides: Mapping[str, str] = NOTHING
 ) -> tuple[Sweep, dict[str, Experiment]]:
     """Loads a file's sweep and the experiments of its arms, baseline first, with `overrides`."""
     sweep, experiments = load_sweep(file), {}
     for key in overrides:
         if varied := [x for x in sweep.fields if key == x or key.startswith(x + ".")]:
-            raise UserError(
-                f"--config.{key}: the sweep varies {varied[0]}; leave it out, or change sweep()"
-            )
+            way_out = "leave it out, or change sweep()"
+            raise UserError(f"--config.{key}: the sweep varies {varied[0]}; {way_out}")
     if "seed" in overrides:
         raise UserError("--config.seed: the sweep has its own seeds; change Sweep(seeds=...)")
     for arm, changes in sweep.arms.items():
@@ -105,25 +102,19 @@ class _File:
     def tree(self) -> dict:
         config = self._call("get_config")
         if not isinstance(config, Experiment | Mapping | ConfigDict):
-            raise UserError(
-                f"--config: get_config() of {str(self.path)!r} returns {config!r}; a ConfigDict or "
-                "a dict is expected"
-            )
-        return thaw(config)
+            problem = f"get_config() of {str(self.path)!r} returns {config!r}"
+            raise UserError(f"--config: {problem}; a ConfigDict or a dict is expected")
+        return to_mapping(config)
 
     def sweep(self) -> Sweep:
         if not hasattr(self.module, "sweep"):
-            raise UserError(
-                f"--config: {str(self.path)!r} defines no sweep(), as experiments/ablation.py "
-                "does; see docs/sweeps.md"
-            )
+            problem = f"{str(self.path)!r} defines no sweep(), as experiments/ablation.py does"
+            raise UserError(f"--config: {problem}; see docs/sweeps.md")
         sweep = self._call("sweep")
         sweep = Sweep(sweep) if isinstance(sweep, Grid) else sweep
         if not isinstance(sweep, Sweep):
-            raise UserError(
-                f"--config: sweep() of {str(self.path)!r} returns {sweep!r}; a Sweep or a Grid is "
-                "expected"
-            )
+            returned = f"sweep() of {str(self.path)!r} returns {sweep!r}"
+            raise UserError(f"--config: {returned}; a Sweep or a Grid is expected")
         return sweep
 
     def _call(self, name: str):
@@ -142,14 +133,11 @@ def _open(file: str) -> _File:
             raise UserError(f"--config: {name!r} defines no get_config()")
         takes_arg = bool(inspect.signature(module.get_config).parameters)
     if parts and not takes_arg and not hasattr(module, "sweep"):
-        raise UserError(
-            f"--config: {name!r} takes no argument and has no sweep(); leave out :{':'.join(parts)}"
-        )
+        way_out = f"leave out :{':'.join(parts)}"
+        raise UserError(f"--config: {name!r} takes no argument and has no sweep(); {way_out}")
     if len(parts) > takes_arg + hasattr(module, "sweep"):
-        raise UserError(
-            f"--config: {file!r}; the form is "
-            f"FILE.py{':ARG' * takes_arg}{':ARM' * hasattr(module, 'sweep')}"
-        )
+        form = f"FILE.py{':ARG' * takes_arg}{':ARM' * hasattr(module, 'sweep')}"
+        raise UserError(f"--config: {file!r}; the form is {form}")
     arg = parts.pop(0) if takes_arg and parts else ""
     if arg and arg not in (arguments := getattr(module, "ARGUMENTS", (arg,))):
         raise UserError(f"--config: {name!r} takes no {arg!r}; {nearest(arg, arguments)}")

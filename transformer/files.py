@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -42,10 +43,25 @@ def check_disk_space(folder: Path, needed: int, what: str) -> None:
         folder = folder.parent
     free = shutil.disk_usage(folder).free
     if free < needed:
-        raise UserError(
-            f"{folder}: the disk has {free / 1e6:,.1f} MB left, but {what} takes "
-            f"{needed / 1e6:,.1f} MB; free some space and start again"
-        )
+        problem = f"the disk has {free / 1e6:,.1f} MB left, but {what} takes {needed / 1e6:,.1f} MB"
+        raise UserError(f"{folder}: {problem}; free some space and start again")
+
+
+@contextlib.contextmanager
+def new_folder(folder: Path, keep: bool = False) -> Iterator[Path]:
+    """Yields an empty folder, which is renamed to `folder` if the body succeeds.
+
+    Otherwise, nothing is left behind. `folder` may exist and be empty. With `keep`, it is kept if
+    another process has made it in the meantime.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    scratch = tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}.")
+    with disk_errors(folder), scratch as unfinished:
+        new = Path(unfinished) / folder.name
+        new.mkdir()
+        yield new
+        if not (keep and folder.exists()):
+            new.rename(folder)
 
 
 def write_atomic(file: Path, content: str | bytes) -> None:

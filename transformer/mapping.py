@@ -18,7 +18,7 @@ def from_mapping(cls, values: Mapping, path: str = "", root: type | None = None)
     """
     if isinstance(values, cls):
         return values
-    values, root = thaw(values), root or cls
+    values, root = to_mapping(values), root or cls
     if not isinstance(values, Mapping):
         raise UserError(f"{path.rstrip('.') or 'config'}: expected {table_of(cls)}, got {values!r}")
     fields = typing.get_type_hints(cls)
@@ -46,27 +46,21 @@ def way_out(key: str, fields: Mapping, root: type) -> str:
     return f"use {' or '.join(paths)}" if paths else nearest(key, fields)
 
 
-def to_mapping(config) -> dict:
-    """Returns a config as nested dicts and lists, ready for JSON. `from_mapping` is the inverse."""
-    if dataclasses.is_dataclass(config):
-        return {f.name: to_mapping(getattr(config, f.name)) for f in dataclasses.fields(config)}
-    if isinstance(config, Mapping):
-        return {key: to_mapping(value) for key, value in config.items()}
-    return [to_mapping(item) for item in config] if isinstance(config, (tuple, list)) else config
+def to_mapping(value):
+    """Returns a config or a ConfigDict as nested dicts and lists, ready for JSON.
 
-
-def thaw(value):
-    """Converts ConfigDicts and configs to plain dicts, recursively."""
+    `from_mapping` is the inverse for configs.
+    """
     if dataclasses.is_dataclass(value):
-        return to_mapping(value)
+        return {f.name: to_mapping(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if hasattr(value, "items"):
-        return {key: thaw(item) for key, item in value.items()}
-    return [thaw(item) for item in value] if isinstance(value, (tuple, list)) else value
+        return {key: to_mapping(item) for key, item in value.items()}
+    return [to_mapping(item) for item in value] if isinstance(value, (tuple, list)) else value
 
 
 def apply_overrides(config, overrides: Mapping[str, str]):
     """Returns the config with dotted fields changed. The result is validated as usual."""
-    return build(type(config), thaw(config), overrides)
+    return build(type(config), to_mapping(config), overrides)
 
 
 def build(cls, tree: dict, overrides: Mapping[str, str]):
@@ -107,11 +101,9 @@ def override(tree: dict, dotted: str, value, root: type, prefix: str = "--config
     if fields and last not in fields:
         raise UserError(f"{prefix}{dotted}: no such field; {way_out(last, fields, root)}")
     if dataclasses.is_dataclass(fields.get(last)):
-        raise UserError(
-            f"{prefix}{dotted}: a mapping of fields; set one of them: "
-            f"{dotted}.{next(iter(typing.get_type_hints(fields[last])))}"
-        )
-    node[last] = _parse(value, fields.get(last)) if isinstance(value, str) else thaw(value)
+        hint = f"set one of them: {dotted}.{next(iter(typing.get_type_hints(fields[last])))}"
+        raise UserError(f"{prefix}{dotted}: a mapping of fields; {hint}")
+    node[last] = _parse(value, fields.get(last)) if isinstance(value, str) else to_mapping(value)
 
 
 def _fields(cls) -> dict[str, type]:

@@ -87,26 +87,21 @@ def suppress_redundant_tracebacks() -> None:
     prints a traceback.
     """
     handler = logging.StreamHandler()
-    handler.addFilter(lambda record: not _is_redundant_log(record))
+
+    def is_new(record: logging.LogRecord) -> bool:
+        unread = record.name == "asyncio" and "exception was never retrieved" in record.getMessage()
+        return not unread and (record.name != "absl" or record.levelno < logging.ERROR)
+
+    def show(unraisable) -> None:
+        """Shows an exception unless C++, which passes no object, or an aborted read raised it."""
+        text = str(unraisable.exc_value)
+        aborted = "Event loop is closed" in text or "array index" in text
+        if unraisable.object is not None and not aborted:
+            previous_hook(unraisable)
+
+    handler.addFilter(is_new)
     logging.getLogger().addHandler(handler)
-    previous_hook = sys.unraisablehook
-    sys.unraisablehook = lambda unraisable: (
-        None if _is_redundant_exception(unraisable) else previous_hook(unraisable)
-    )
-
-
-def _is_redundant_log(record: logging.LogRecord) -> bool:
-    unread = record.name == "asyncio" and "exception was never retrieved" in record.getMessage()
-    return unread or (record.name == "absl" and record.levelno >= logging.ERROR)
-
-
-def _is_redundant_exception(unraisable) -> bool:
-    """Returns whether an unraisable exception repeats another error.
-
-    It does if it comes from C++, which passes no object, or from a read that was aborted.
-    """
-    text = str(unraisable.exc_value)
-    return unraisable.object is None or "Event loop is closed" in text or "array index" in text
+    previous_hook, sys.unraisablehook = sys.unraisablehook, show
 
 
 def count(number: int, noun: str) -> str:
@@ -124,10 +119,7 @@ def event(number: int, text: str) -> str:
 def columns(rows: list[list[str]]) -> list[str]:
     """Formats rows of cells as lines with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
 def human_time(seconds: float) -> str:

@@ -60,10 +60,8 @@ def save(folder: Path, settings) -> None:
             continue
         copy = folder / "plugins" / file.name
         if copy.exists() and copy.read_bytes() != file.read_bytes():
-            raise UserError(
-                f"--workdir: {file} has changed since it was copied to {copy}; "
-                "restore it, or choose another directory"
-            )
+            problem = f"{file} has changed since it was copied to {copy}"
+            raise UserError(f"--workdir: {problem}; restore it, or choose another directory")
         if not copy.exists():
             copy.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(copy, file.read_bytes())

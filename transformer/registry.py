@@ -4,7 +4,6 @@ A registry imports the modules of its package at the first lookup. A new file in
 therefore needs no other change, and the base module never imports the modules that depend on it.
 """
 
-import dataclasses
 import importlib
 import pkgutil
 import sys
@@ -21,12 +20,7 @@ C = TypeVar("C", bound=type)
 class Registry(Mapping[str, type]):
     """Name -> class, for the config field `field`. Modules of `package` define the classes."""
 
-    def __init__(
-        self,
-        field: str,
-        package: str,
-        is_option: Callable[[dataclasses.Field], bool] = lambda field: True,
-    ):
+    def __init__(self, field: str, package: str, is_option: Callable = lambda field: True):
         """`is_option` returns whether a config may set a field of a class."""
         self._field, self._package, self._is_option = field, package, is_option
         self._classes: dict[str, type] = {}
@@ -44,14 +38,11 @@ class Registry(Mapping[str, type]):
             known, is_ours = self._classes.get(name), cls.__module__.startswith("transformer.")
             origin = "" if is_ours else plugins.record(file, name)
             same_class = known and known.__qualname__ == cls.__qualname__
-            same_file = same_class and (
-                known.__module__ == cls.__module__ or origin == self._origins[name] != ""
-            )
-            if known and not same_file:
-                raise UserError(
-                    f"{self._field}: {name!r} is already registered, by {known.__module__}."
-                    f"{known.__qualname__}; choose another name"
-                )
+            same_origin = origin == self._origins.get(name) != ""
+            if known and not (same_class and (known.__module__ == cls.__module__ or same_origin)):
+                by = f"{known.__module__}.{known.__qualname__}"
+                problem = f"{name!r} is already registered, by {by}"
+                raise UserError(f"{self._field}: {problem}; choose another name")
             self._classes[name], self._origins[name] = cls, origin
             cls.name = name  # type: ignore[attr-defined]
             return cls

@@ -8,11 +8,12 @@ import numpy as np
 
 from transformer.convert import special_tokens
 from transformer.convert.fields import ACTIVATIONS_BACK, Fields, field
-from transformer.convert.weights import Copy, Shape, Weight
+from transformer.convert.weights import Copy, Shape, Weight, linear, same
 from transformer.errors import UserError
 from transformer.model import positions
 from transformer.model.config import ModelConfig
-from transformer.model.feed_forwards.base import FeedForward
+
+Constant = Callable[[Shape], np.ndarray | None]
 
 TRAINING = frozenset(
     """dropout attention_dropout activation_dropout initializer init_std embedding_init_std
@@ -24,9 +25,11 @@ TRAINING = frozenset(
 _RESOLVED = {
     "d_ff": "ff_size",
     "d_head": "head_size",
+    "d_value": "value_size",
     "d_embedding": "embedding_size",
     "num_kv_heads": "kv_heads",
     "attention_bias": "attention_has_bias",
+    "qkv_bias": "qkv_has_bias",
 }
 """Fields of ModelConfig whose defaults follow from others -> the property that resolves them."""
 
@@ -38,15 +41,16 @@ class Family:
     `fields` are the fields of config.json, with the defaults of Transformers' config class. Those
     paired with a field of ModelConfig are converted in both directions. `read(fields, names of the
     tensors in the directory)` returns the other fields of a ModelConfig, and `write(config)` those
-    of config.json; both take precedence. `weights(config)` yields every tensor that holds
-    parameters.
+    of config.json; both take precedence. `table` and `head` are the modules of the embedding and
+    of a language model's output layer, which may be tied. `weights(config)` yields every other
+    tensor that holds parameters.
 
     `aliases` are other names of `fields`. `prefix` is an optional prefix of tensor names (GPT-2's
-    files on the hub omit it); names that begin with one of `heads` never have it.
+    files on the hub omit it); names that begin with `head` or one of `heads` never have it.
 
     A tensor that `weights` does not name raises an error unless it is one of three:
 
-    - a copy of another tensor (`copies`), which must hold the same numbers;
+    - a copy of another tensor (`copies`, or a tied head), which must hold the same numbers;
     - a constant (`constants`: pattern -> function of its shape), which must hold the values that
       the function returns;
     - a buffer that Transformers does not read either (`unused`: patterns).
@@ -62,16 +66,28 @@ class Family:
     write: Callable[[ModelConfig], dict]
     weights: Callable[[ModelConfig], Iterator[Weight]]
     fields: Mapping[str, Any]
+    table: str
+    head: str = ""
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     prefix: str = ""
-    heads: tuple[str, ...] = ("lm_head.",)
+    heads: tuple[str, ...] = ()
     copies: Callable[[ModelConfig], tuple[Copy, ...]] = lambda config: ()
-    constants: Mapping[str, Callable[[Shape], np.ndarray | None]] = dataclasses.field(
-        default_factory=dict
-    )
+    constants: Mapping[str, Constant] = dataclasses.field(default_factory=dict)
     unused: tuple[str, ...] = ()
     source_begins: bool = False
     special_tokens: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+    def all_weights(self, config: ModelConfig) -> Iterator[Weight]:
+        """Yields every tensor that holds parameters."""
+        yield same(f"{self.table}.weight", "embedding/embedding")
+        yield from self.weights(config)
+        if self.head and not config.tie_embeddings:
+            yield from linear(self.head, "unembedding", bias=False)
+
+    def all_copies(self, config: ModelConfig) -> tuple[Copy, ...]:
+        """Returns the tensors that are copies of others, such as a tied head."""
+        tied = (Copy(f"{self.head}.weight", f"{self.table}.weight"),)
+        return self.copies(config) + (tied if self.head and config.tie_embeddings else ())
 
     def our_config(self, theirs: Mapping, tensors: frozenset[str], **ours) -> ModelConfig:
         """Returns the ModelConfig for a config.json; the fields in `ours` take precedence.
@@ -101,7 +117,7 @@ class Family:
         theirs = {"architectures": [self.architecture], "model_type": self.model_type}
         theirs |= special_tokens.write(config, self.special_tokens)
         theirs |= paired(self.fields, config) | self.write(config)
-        tensors = frozenset(weight.theirs for weight in self.weights(config))
+        tensors = frozenset(weight.theirs for weight in self.all_weights(config))
         restored = meaning(self.our_config(theirs, tensors))
         for name, value in meaning(config).items():
             if restored[name] != value:
@@ -129,11 +145,6 @@ def paired(table: Mapping[str, Any], config: ModelConfig) -> dict:
     return theirs
 
 
-def _feed_forward(kind: FeedForward) -> dict:
-    training = {"load_balance": 0.0, "router_z_loss": 0.0}
-    return {"name": kind.name} | dataclasses.asdict(kind) | training
-
-
 def meaning(config: ModelConfig) -> dict:
     """Returns the fields that determine what the network computes, in a canonical form."""
     names = [f.name for f in dataclasses.fields(config) if f.name not in TRAINING]
@@ -141,24 +152,20 @@ def meaning(config: ModelConfig) -> dict:
     scale = config.head_size**-0.5 if config.attention_scale is None else config.attention_scale
     layers = [layer for side in config.sides for layer in config.layers(side)]
     schemes = [positions.build(layer.position) for layer in layers]
+    kinds = [layer.feed_forward_kind for layer in layers]
+    training = {"load_balance": 0.0, "router_z_loss": 0.0}
+    fields |= {name: getattr(config, resolved) for name, resolved in _RESOLVED.items()}
     return fields | {
         "position": schemes[0] if schemes.count(schemes[0]) == len(schemes) else schemes,
         "window": [layer.window for layer in layers],
-        "feed_forward": [_feed_forward(layer.feed_forward_kind) for layer in layers],
+        "feed_forward": [{"name": x.name} | dataclasses.asdict(x) | training for x in kinds],
         "layer_pattern": (),
         # Without a smaller base, a parametrization only determines how a model is trained.
         "parametrization": "standard" if config.base == config else config.parametrization,
         "norm_placement": [config.placement(side) for side in config.sides],
         "norm_offset": config.norm_offset and config.norm == "layernorm",
-        "attention_bias": config.attention_has_bias,
-        "qkv_bias": config.qkv_has_bias,
         "attention_scale": round(scale, 6),
         "num_encoder_layers": config.num_layers("encoder"),
         "num_decoder_layers": config.num_layers("decoder"),
-        "num_kv_heads": config.kv_heads,
-        "d_head": config.head_size,
-        "d_value": config.value_size,
-        "d_ff": config.ff_size,
-        "d_embedding": config.embedding_size,
         "share_embeddings": config.share_embeddings or config.family != "encoder_decoder",
     }

@@ -115,11 +115,8 @@ def needed(kind: type, ours: str = "") -> Field:
 def changed(table: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Field]:
     """Returns a table with fields added or replaced. A replaced field keeps its `ours`."""
     ours = {name: field(x).ours for name, x in table.items()}
-    fields = {name: field(x) for name, x in (table | changes).items()}
-    return {
-        name: dataclasses.replace(x, ours=x.ours or ours.get(name, ""))
-        for name, x in fields.items()
-    }
+    paired = lambda name, x: dataclasses.replace(x, ours=x.ours or ours.get(name, ""))
+    return {name: paired(name, field(x)) for name, x in (table | changes).items()}
 
 
 _MISSING = object()
@@ -154,9 +151,8 @@ class Fields:
             if alias in values:
                 value = values.pop(alias)
                 if values.setdefault(name, value) != value:
-                    raise self.error(
-                        name, f"contradicts {alias} = {shown(value)}; leave one out", values[name]
-                    )
+                    problem = f"contradicts {alias} = {shown(value)}; leave one out"
+                    raise self.error(name, problem, values[name])
         self._values = values
         for name, value in values.items():
             if name.endswith("_token_id") and not is_token(value, several="eos" in name):
@@ -165,9 +161,8 @@ class Fields:
     def error(self, name: str, problem: str, value: Any = _MISSING, note: str = "") -> UserError:
         """Returns a UserError about a field and its value. `note` follows the value."""
         value = self._values.get(name) if value is _MISSING else value
-        return UserError(
-            f"config.json: {self._inside}{printable(name)} = {shown(value)}{note} {problem}"
-        )
+        path = self._inside + printable(name)
+        return UserError(f"config.json: {path} = {shown(value)}{note} {problem}")
 
     def get(self, name: str, default: Any = _MISSING):
         """Returns the field's value, or its default if it is missing. Numbers are of its kind.
@@ -179,9 +174,8 @@ class Fields:
         default = spec.default if default is _MISSING else default
         if name not in self._values:
             if default is _MISSING:
-                raise UserError(
-                    f"config.json: no {self._inside}{name}; a {self.family} model requires it"
-                )
+                path = self._inside + name
+                raise UserError(f"config.json: no {path}; a {self.family} model requires it")
             return default
         if problem := spec.problem(self._values[name]):
             raise self.error(name, problem)
@@ -276,9 +270,8 @@ def per_layer(**fields: list) -> dict:
     """
     fixed = {name: xs[0] for name, xs in fields.items() if xs.count(xs[0]) == len(xs)}
     varied = {name: xs for name, xs in fields.items() if name not in fixed}
-    layers = [
-        dict(zip(varied, values, strict=True)) for values in zip(*varied.values(), strict=True)
-    ]
+    columns = zip(*varied.values(), strict=True)
+    layers = [dict(zip(varied, values, strict=True)) for values in columns]
     return fixed | ({"layer_pattern": tuple(shortest_period(layers))} if varied else {})
 
 

@@ -7,7 +7,6 @@ import importlib
 import json
 import os
 import pkgutil
-import tempfile
 import types
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -24,7 +23,7 @@ from transformer.convert.special_tokens import read_both
 from transformer.convert.tensors import Tensors, check, require_safetensors
 from transformer.convert.weights import by_expert, expert
 from transformer.errors import UserError, look_up
-from transformer.files import disk_errors, read_json
+from transformer.files import new_folder, read_json
 from transformer.model.config import ModelConfig
 from transformer.model.layout import flatten, join, layer_shapes, part, unflatten, where
 from transformer.model.network import abstract_params
@@ -68,9 +67,7 @@ def open_directory(directory: Path) -> tuple[Family, dict, Tensors]:
     """
     file = directory / "config.json"
     if not file.is_file():
-        raise UserError(
-            f"{directory}: no config.json; choose a directory written by save_pretrained"
-        )
+        raise UserError(f"{directory}: no config.json; choose a folder written by save_pretrained")
     theirs = read_json(file)
     kind = theirs.get("model_type", "")
     name = printable(kind) if isinstance(kind, str) else shown(kind)
@@ -91,16 +88,11 @@ def open_hf(
     return _by_layer(family, family.our_config(theirs, frozenset(tensors.names)), tensors)
 
 
-def read_params(
-    family: Family,
-    config: ModelConfig,
-    tensors: Tensors,
-    place: Callable[[str, np.ndarray], jax.Array],
-) -> Any:
-    """Returns our parameters, converted from their tensors one at a time."""
+def read_params(family: Family, config: ModelConfig, tensors: Tensors, place: Callable) -> Any:
+    """Returns our parameters, each of which is converted and passed to `place(path, array)`."""
     _, fetch = _by_layer(family, config, tensors)
     read = lambda path, dtype: np.asarray(join(config, path, fetch, np.stack)).astype(dtype)
-    shapes = abstract_shapes(config)
+    shapes = flatten(abstract_params(config))
     return unflatten({path: place(path, read(path, x.dtype)) for path, x in shapes.items()})
 
 
@@ -109,10 +101,9 @@ def _by_layer(family: Family, config: ModelConfig, tensors: Tensors):
 
     Raises UserError unless tensors and parameters correspond, with the right shapes.
     """
-    holder = {
-        ours: (weight, i) for weight in family.weights(config) for i, ours in enumerate(weight.ours)
-    }
-    whole = layer_shapes(config, abstract_shapes(config))
+    weights = list(family.all_weights(config))
+    holder = {ours: (weight, i) for weight in weights for i, ours in enumerate(weight.ours)}
+    whole = layer_shapes(config, flatten(abstract_params(config)))
     shapes = by_expert(whole, holder)
     check(family, config, tensors, holder, shapes)
 
@@ -123,11 +114,6 @@ def _by_layer(family: Family, config: ModelConfig, tensors: Tensors):
         return weight.read(tensors.read(weight.theirs), [shapes[name] for name in weight.ours])[i]
 
     return whole, fetch
-
-
-def abstract_shapes(config: ModelConfig) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns path -> shape and dtype of every parameter of a model."""
-    return flatten(abstract_params(config))
 
 
 def save_hf(
@@ -150,25 +136,13 @@ def save_hf(
     directory = Path(directory)
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise UserError(f"{directory}: exists and is not an empty directory; choose another")
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    with (
-        disk_errors(directory),
-        tempfile.TemporaryDirectory(
-            dir=directory.parent, prefix=directory.name + "."
-        ) as unfinished,
-    ):
-        target = Path(unfinished) / "whole"
-        target.mkdir()
+    with new_folder(directory) as target:
         _write_tensors(target, _tensors(chosen, config, unbox(params)))
-        (target / "config.json").write_text(
-            json.dumps(theirs | {"dtype": config.param_dtype} | dict(fields), indent=2) + "\n",
-            encoding="utf-8",
-        )
+        settings = theirs | {"dtype": config.param_dtype} | dict(fields)
+        content = json.dumps(settings, indent=2) + "\n"
+        (target / "config.json").write_text(content, encoding="utf-8")
         for name, content in files.items():
             (target / name).write_bytes(content)
-        if directory.exists():
-            directory.rmdir()
-        target.rename(directory)
 
 
 def _choose(config: ModelConfig, family: str | None) -> tuple[Family, dict]:
@@ -189,7 +163,7 @@ def _choose(config: ModelConfig, family: str | None) -> tuple[Family, dict]:
 def _tensors(family: Family, config: ModelConfig, params: Any) -> Iterator[tuple[str, np.ndarray]]:
     flat = flatten(params)
     locations = where(config, flat)
-    copies = [copy for copy in family.copies(config) if copy.written]
+    copies = [copy for copy in family.all_copies(config) if copy.written]
 
     def ours(name: str) -> np.ndarray:
         name, _, number = name.partition("#")  # of an expert
@@ -197,7 +171,7 @@ def _tensors(family: Family, config: ModelConfig, params: Any) -> Iterator[tuple
         x = np.asarray(part(flat[path], index))
         return x[int(number)] if number else x
 
-    for weight in family.weights(config):
+    for weight in family.all_weights(config):
         x = np.ascontiguousarray(weight.write([ours(name) for name in weight.ours]))
         yield weight.theirs, x
         yield from ((copy.theirs, x) for copy in copies if copy.of == weight.theirs)
@@ -209,7 +183,6 @@ def _write_tensors(target: Path, tensors: Iterator[tuple[str, np.ndarray]]) -> N
 
     shard: dict[str, np.ndarray] = {}
     names: list[list[str]] = []
-    size = 0
 
     def flush():
         names.append(sorted(shard))
@@ -218,10 +191,9 @@ def _write_tensors(target: Path, tensors: Iterator[tuple[str, np.ndarray]]) -> N
 
     total = 0
     for name, x in tensors:
-        if shard and size + x.nbytes > SHARD_BYTES:
+        if shard and sum(y.nbytes for y in shard.values()) + x.nbytes > SHARD_BYTES:
             flush()
-            size = 0
-        shard[name], size, total = x, size + x.nbytes, total + x.nbytes
+        shard[name], total = x, total + x.nbytes
     flush()
     if len(names) == 1:
         (target / "1.safetensors").rename(target / "model.safetensors")
@@ -232,6 +204,5 @@ def _write_tensors(target: Path, tensors: Iterator[tuple[str, np.ndarray]]) -> N
         (target / f"{i}.safetensors").rename(target / file)
         weight_map |= dict.fromkeys(keys, file)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (target / "model.safetensors.index.json").write_text(
-        json.dumps(index, indent=2) + "\n", encoding="utf-8"
-    )
+    content = json.dumps(index, indent=2) + "\n"
+    (target / "model.safetensors.index.json").write_text(content, encoding="utf-8")

@@ -10,8 +10,8 @@ from transformer.errors import UserError
 from transformer.model.config import ModelConfig
 
 FIELDS = {
-    "rope_parameters": Field(None, dict, nullable=True),
-    "rope_scaling": Field(None, dict, nullable=True),
+    "rope_parameters": optional(dict),
+    "rope_scaling": optional(dict),
     "rope_theta": positive(10_000.0),
 }
 """The fields that a family with rotary positions reads."""
@@ -110,11 +110,7 @@ def rope(
     of_type = Fields(values, family, {"rope_type": ""}, inside=inside)
     name, table = of_type.one_of("rope_type", _SCALINGS)
     kind = values["rope_type"]
-    common = {
-        "rope_type": "",
-        "rope_theta": positive(theta),
-        "partial_rotary_factor": positive(fraction),
-    }
+    common = {"rope_theta": positive(theta), "partial_rotary_factor": positive(fraction)}
     f = Fields(values, f"{family} ({kind!r} rotary)", common | table, inside=inside)
     f.ignore("rope_type", "finetuned")
     out = {"name": "rotary", "theta": f.get("rope_theta")}
@@ -123,15 +119,14 @@ def rope(
     if (rotated := f.get("partial_rotary_factor")) != 1.0:
         out["fraction"] = rotated
     scaling = {"name": name} | f.paired()
-    if "original_max_position_embeddings" in table:
-        scaling["original_length"] = f.get("original_max_position_embeddings") or length
+    original = "original_max_position_embeddings"
+    if original in table:
+        scaling["original_length"] = f.get(original) or length
     if "attention_factor" not in scaling and kind in ("yarn", "longrope"):
         scaling |= _attention_factor(kind, f, length, scaling["original_length"])
     if kind == "dynamic":
         # Dynamic scaling starts at max_position_embeddings, whatever the other fields are.
-        f.must(
-            "original_max_position_embeddings", length, "max_position_embeddings sets this length"
-        )
+        f.must(original, length, "max_position_embeddings sets this length")
         scaling["original_length"] = length
     f.check_all_read()
     unscaled = scaling.get("factor") == 1.0 and not scaling.get("attention_factor")
@@ -160,19 +155,16 @@ def rotary_by_type(f: Fields, thetas: Mapping[str, float], scaling: Mapping | No
     `thetas` are the layer types and their default bases. `scaling` holds legacy settings of the
     type "full_attention", which take precedence.
     """
-    entries = dict(f.get("rope_parameters") or {})
+    name = "rope_parameters"
+    entries = dict(f.get(name) or {})
     if unknown := sorted(entries.keys() - thetas):
-        raise f.error(
-            "rope_parameters", f"has {printable(unknown[0])!r}, which is not a layer type"
-        )
+        raise f.error(name, f"has {printable(unknown[0])!r}, which is not a layer type")
     if wrong := [x for x, entry in entries.items() if not isinstance(entry, dict | None)]:
-        raise f.error("rope_parameters", f"must have an object for {wrong[0]!r}")
+        raise f.error(name, f"must have an object for {wrong[0]!r}")
     if scaling:
         entries["full_attention"] = (entries.get("full_attention") or {}) | dict(scaling)
     if any((entry or {}).get("truncate") is False for entry in entries.values()):
-        raise f.error(
-            "rope_parameters", "is not supported: Transformers ignores truncate in this family"
-        )
+        raise f.error(name, "is not supported: Transformers ignores truncate in this family")
     length, positions = f.get("max_position_embeddings"), {}
     for kind, theta in thetas.items():
         inside = f"rope_parameters.{kind}."
@@ -189,10 +181,8 @@ def write_rope(position: Choice) -> dict:
     scaling = dict(position.get("scaling") or {"name": "none"})
     theirs = {ours: kind for kind, (ours, _) in _SCALINGS.items()}
     if scaling["name"] not in theirs:
-        raise UserError(
-            f"model.position.scaling: {scaling['name']!r} has no counterpart in Transformers; "
-            f"use one of {', '.join(theirs)}"
-        )
+        problem = f"{scaling['name']!r} has no counterpart in Transformers"
+        raise UserError(f"model.position.scaling: {problem}; use one of {', '.join(theirs)}")
     kind = theirs[scaling["name"]]
     out = {"rope_type": kind, "rope_theta": position.get("theta", 10_000.0)}
     if "fraction" in position:

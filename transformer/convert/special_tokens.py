@@ -50,9 +50,8 @@ def read_both(directory: Path, theirs: Mapping) -> dict:
         for name in NAMES.values() & fields.keys():
             tokens[name] = fields[name]
             if not is_token(tokens[name], several=name == NAMES["eos_id"]):
-                raise UserError(
-                    f"{source}: {name} = {shown(tokens[name])} must be a token ID or null"
-                )
+                value = shown(tokens[name])
+                raise UserError(f"{source}: {name} = {value} must be a token ID or null")
     return tokens
 
 

@@ -33,17 +33,14 @@ class Tensors:
             opened = _open(directory / file)
             present = set(opened.keys())
             if names is not None and names != present:
-                raise UserError(
-                    f"{directory / 'model.safetensors.index.json'}: weight_map and "
-                    f"{printable(file)} disagree about {listed(sorted(names ^ present))}"
-                )
+                index, differing = "model.safetensors.index.json", listed(sorted(names ^ present))
+                problem = f"weight_map and {printable(file)} disagree about {differing}"
+                raise UserError(f"{directory / index}: {problem}")
             self._where |= dict.fromkeys(present, opened)
-        prefix = family.prefix
+        prefix, heads = family.prefix, (f"{family.head}.", *family.heads)
         lacks_prefix = prefix and not any(key.startswith(prefix) for key in self._where)
-        self._given = {
-            (prefix + key if lacks_prefix and not key.startswith(family.heads) else key): key
-            for key in self._where
-        }
+        name = lambda key: prefix + key if lacks_prefix and not key.startswith(heads) else key
+        self._given = {name(key): key for key in self._where}
         self.names = frozenset(self._given)
         # A fused tensor is read three times in a row.
         self.read = functools.lru_cache(maxsize=1)(self._read)
@@ -55,9 +52,8 @@ class Tensors:
         with np.errstate(over="ignore"):
             finite = np.isfinite(x if x.itemsize <= 4 else x.astype(np.float32))
         if not finite.all():
-            raise UserError(
-                f"{printable(name)}: holds a NaN or an infinite number; the file is damaged"
-            )
+            problem = "holds a NaN or an infinite number; the file is damaged"
+            raise UserError(f"{printable(name)}: {problem}")
         return x
 
     def shape(self, name: str) -> Shape:
@@ -75,10 +71,8 @@ def _files(directory: Path) -> dict[str, set[str] | None]:
     index, single = directory / "model.safetensors.index.json", "model.safetensors"
     if not index.is_file():
         if not (directory / single).is_file():
-            raise UserError(
-                f"{directory}: no {single}; save the model with "
-                "save_pretrained(safe_serialization=True)"
-            )
+            way_out = "save the model with save_pretrained(safe_serialization=True)"
+            raise UserError(f"{directory}: no {single}; {way_out}")
         return {single: None}
     table = read_json(index).get("weight_map")
     if not isinstance(table, dict) or not all(isinstance(file, str) for file in table.values()):
@@ -86,22 +80,18 @@ def _files(directory: Path) -> dict[str, set[str] | None]:
     files: dict[str, set[str] | None] = {}
     for name, file in table.items():
         if not _is_inside(file):
-            raise UserError(
-                f"{index}: weight_map names {shown(file)}, which is not a file of this directory"
-            )
+            problem = "which is not a file of this directory"
+            raise UserError(f"{index}: weight_map names {shown(file)}, {problem}")
         files.setdefault(file, set()).add(name)
     if not files:
         raise UserError(f"{index}: damaged (weight_map names no tensor)")
     for file in files:
         if not (directory / file).is_file():
-            raise UserError(
-                f"{directory}: no {printable(file)}, which {index.name} names; copy the missing "
-                "file, or save the model again"
-            )
+            way_out = "copy the missing file, or save the model again"
+            missing = f"no {printable(file)}, which {index.name} names"
+            raise UserError(f"{directory}: {missing}; {way_out}")
     if single not in files and (directory / single).is_file():
-        raise UserError(
-            f"{directory}: contains both {single} and {index.name}; delete the outdated one"
-        )
+        raise UserError(f"{directory}: has both {single} and {index.name}; delete the outdated one")
     return files
 
 
@@ -110,10 +100,9 @@ def _is_inside(file: str) -> bool:
 
     Links may point outside: the hub's cache consists of links.
     """
-    for path in (PurePosixPath(file), PureWindowsPath(file)):
-        if path.anchor or ".." in path.parts or not path.name:
-            return False
-    return "\0" not in file
+    paths = PurePosixPath(file), PureWindowsPath(file)
+    leaves = any(path.anchor or ".." in path.parts or not path.name for path in paths)
+    return not leaves and "\0" not in file
 
 
 def require_safetensors() -> None:
@@ -121,9 +110,8 @@ def require_safetensors() -> None:
     try:
         import safetensors  # noqa: F401
     except ImportError:
-        raise UserError(
-            "Hugging Face directories need the extra [hf]: pip install -e '.[hf]'"
-        ) from None
+        way_out = "the extra [hf]: pip install -e '.[hf]'"
+        raise UserError(f"Hugging Face directories need {way_out}") from None
 
 
 def _open(file: Path):
@@ -151,31 +139,33 @@ def check(
     kind = family.model_type
     if unnamed := sorted(shapes.keys() - holder.keys()):
         raise UserError(f"{kind} has no tensor for {listed(unnamed)}")
-    weights = list(family.weights(config))
+    weights = list(family.all_weights(config))
     required = {weight.theirs for weight in weights}
     if missing := sorted(required - tensors.names):
         raise UserError(f"missing tensors of a {kind} model: {listed(missing)}")
-    copies = [copy for copy in family.copies(config) if copy.theirs in tensors.names]
+    copies = [copy for copy in family.all_copies(config) if copy.theirs in tensors.names]
     extra = tensors.names - required - {copy.theirs for copy in copies}
     matching = lambda name, patterns: [p for p in patterns if re.fullmatch(p, name)]
     constants = {n: family.constants[p] for n in extra for p in matching(n, family.constants)}
-    extra = sorted(n for n in extra - constants.keys() if not matching(n, family.unused))
-    if extra:
-        raise UserError(
-            f"unexpected tensors, which a {kind} model with this config.json does not have: "
-            f"{listed(extra)}"
-        )
+    unused = [n for n in extra if matching(n, family.unused)]
+    if extra := sorted(extra - constants.keys() - set(unused)):
+        why = f"which a {kind} model with this config.json does not have"
+        raise UserError(f"unexpected tensors, {why}: {listed(extra)}")
+    for name in sorted(tensors.names - set(unused)):
+        if tensors.dtype(name) not in FLOATS:
+            problem = f"holds numbers of type {tensors.dtype(name)}"
+            expected = f"a parameter is one of {', '.join(FLOATS)}"
+            raise UserError(f"{printable(name)}: {problem}; {expected}")
     for weight in weights:
-        _check_type(tensors, weight.theirs)
         shape = tensors.shape(weight.theirs)
         expected_shape = weight.shape([shapes[name] for name in weight.ours])
         if shape != tuple(expected_shape):
-            raise UserError(
-                f"{weight.theirs}: its shape is {spell(shape)}, but config.json implies "
-                f"{spell(expected_shape)}"
-            )
+            expected = f"config.json implies {spell(expected_shape)}"
+            raise UserError(f"{weight.theirs}: its shape is {spell(shape)}, but {expected}")
     for copy in copies:
-        if copy.compared and not _equal(tensors, copy.theirs, copy.of):
+        same_shape = tensors.shape(copy.theirs) == tensors.shape(copy.of)
+        equal = lambda a, b: np.array_equal(tensors.read(a), tensors.read(b))
+        if copy.compared and not (same_shape and equal(copy.theirs, copy.of)):
             raise UserError(
                 f"{copy.theirs} and {copy.of} hold different numbers, but this package has one "
                 f"tensor for both; separate tensors are not supported for {kind}"
@@ -184,27 +174,11 @@ def check(
         _check_constant(tensors, name, expected(tensors.shape(name)))
 
 
-def _check_type(tensors: Tensors, name: str) -> None:
-    if tensors.dtype(name) not in FLOATS:
-        raise UserError(
-            f"{printable(name)}: holds numbers of type {tensors.dtype(name)}; a parameter is one "
-            f"of {', '.join(FLOATS)}"
-        )
-
-
-def _equal(tensors: Tensors, name: str, of: str) -> bool:
-    _check_type(tensors, name)
-    if tensors.shape(name) != tensors.shape(of):
-        return False
-    return np.array_equal(tensors.read(name), tensors.read(of))
-
-
 def _check_constant(tensors: Tensors, name: str, expected: np.ndarray | None) -> None:
     """Raises UserError unless a tensor equals `expected` to the precision of its type.
 
     The precision is 2^-10 for float16 and 2^-7 for bfloat16.
     """
-    _check_type(tensors, name)
     tolerance = {"F16": 1e-3, "BF16": 1e-2}.get(tensors.dtype(name), 1e-5)
     values = tensors.read(name).astype(np.float64)
     has_shape = expected is not None and values.shape == expected.shape

@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import numpy as np
 
-from transformer.model.config import ModelConfig
-
 Shape = tuple[int, ...]
 
 QKV = ("query", "key", "value")
@@ -51,11 +49,6 @@ class Copy:
     """Whether its numbers must equal those of `of`. False where Transformers ignores the tensor."""
 
 
-def tied(config: ModelConfig, head: str, table: str) -> tuple[Copy, ...]:
-    """Returns the output layer of a language model as a copy of the embedding, if they are tied."""
-    return (Copy(head, table),) if config.tie_embeddings else ()
-
-
 def expert(ours: str, index: int) -> str:
     """Returns the path of one expert's part of a parameter of all experts, [experts, ...]."""
     return f"{ours}#{index}"
@@ -73,14 +66,13 @@ def by_expert(shapes: Mapping[str, Shape], parts: Iterable[str]) -> dict[str, Sh
 
 def same(theirs: str, ours: str) -> Weight:
     """A tensor that holds one parameter unchanged."""
-    return Weight(
-        theirs, (ours,), lambda shapes: shapes[0], lambda x, shapes: [x], lambda xs: xs[0]
-    )
+    first = lambda items: items[0]
+    return Weight(theirs, (ours,), first, lambda x, shapes: [x], first)
 
 
-def flat(theirs: str, ours: str) -> Weight:
-    """A bias whose heads are flattened into one axis."""
-    return _joined(theirs, (ours,), lambda shape: (math.prod(shape),))
+def vector(theirs: str, *ours: str) -> Weight:
+    """Biases whose heads are flattened into one axis, concatenated."""
+    return _joined(theirs, ours, lambda shape: (math.prod(shape),))
 
 
 def row(theirs: str, ours: str) -> Weight:
@@ -88,21 +80,16 @@ def row(theirs: str, ours: str) -> Weight:
     return _joined(theirs, (ours,), lambda shape: (1, *shape))
 
 
-def matrix(theirs: str, ours: str, inputs: int = 1, transposed: bool = True) -> Weight:
+def matrix(theirs: str, *ours: str, inputs: int = 1, transposed: bool = True) -> Weight:
     """The matrix of a linear layer, [outputs, inputs], or [inputs, outputs] if not `transposed`.
 
-    The first `inputs` axes of our kernel are its inputs.
+    The first `inputs` axes of our kernels are their inputs. Outputs of several are concatenated.
     """
     as_matrix = lambda shape: (math.prod(shape[:inputs]), math.prod(shape[inputs:]))
-    return _joined(theirs, (ours,), as_matrix, transposed)
+    return _joined(theirs, ours, as_matrix, transposed)
 
 
-def _joined(
-    theirs: str,
-    ours: tuple[str, ...],
-    reshaped: Callable[[Shape], Shape],
-    transposed: bool = False,
-) -> Weight:
+def _joined(theirs: str, ours: tuple[str, ...], reshaped: Callable, transposed=False) -> Weight:
     """Parameters that are reshaped and then concatenated along their last axis.
 
     `reshaped` returns the new shape of a parameter of a given shape. `transposed`: the tensor is a
@@ -127,13 +114,11 @@ def _joined(
     return Weight(theirs, ours, shape, read, write)
 
 
-def linear(
-    theirs: str, ours: str, bias: bool, inputs: int = 1, transposed: bool = True
-) -> Iterator[Weight]:
+def linear(theirs: str, ours: str, bias: bool, inputs=1, transposed=True) -> Iterator[Weight]:
     """Yields the matrix of a linear layer and, with `bias`, its bias."""
-    yield matrix(f"{theirs}.weight", f"{ours}/kernel", inputs, transposed)
+    yield matrix(f"{theirs}.weight", f"{ours}/kernel", inputs=inputs, transposed=transposed)
     if bias:
-        yield flat(f"{theirs}.bias", f"{ours}/bias")
+        yield vector(f"{theirs}.bias", f"{ours}/bias")
 
 
 def attention(
@@ -155,18 +140,14 @@ def norm(theirs: str, ours: str, offset: bool = True, gain: bool = True) -> Iter
         yield same(f"{theirs}.bias", f"{ours}/offset")
 
 
-def fused(
-    theirs: str, ours: str, bias: bool, parts: tuple[str, ...] = QKV, transposed: bool = True
-) -> Iterator[Weight]:
+def fused(theirs: str, ours: str, bias: bool, parts=QKV, transposed=True) -> Iterator[Weight]:
     """Yields the linear layers `parts` of `ours`, which have the same inputs, as one.
 
     Their outputs are concatenated.
     """
-    kernels, biases = (tuple(f"{ours}/{x}/{kind}" for x in parts) for kind in ("kernel", "bias"))
-    as_matrix = lambda shape: (shape[0], math.prod(shape[1:]))
-    yield _joined(f"{theirs}.weight", kernels, as_matrix, transposed)
+    yield matrix(f"{theirs}.weight", *(f"{ours}/{x}/kernel" for x in parts), transposed=transposed)
     if bias:
-        yield _joined(f"{theirs}.bias", biases, lambda shape: (math.prod(shape),))
+        yield vector(f"{theirs}.bias", *(f"{ours}/{x}/bias" for x in parts))
 
 
 def fused_by_head(theirs: str, ours: str, bias: bool) -> Iterator[Weight]:

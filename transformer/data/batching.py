@@ -64,12 +64,10 @@ class Batches:
     def __getitem__(self, step: int) -> Batch:
         epoch, number = divmod(step, self.per_epoch)
         bucket, indices = self._plan(epoch)[number]
-        build = lambda index: self._sequences.segments(
-            int(index), functools.partial(self._draw, epoch, int(index))
-        )
-        segments = [
-            build(indices[i]) if i < len(indices) else [] for i in self._share(self._sizes[bucket])
-        ]
+        draw = lambda index: functools.partial(self._draw, epoch, index)
+        build = lambda index: self._sequences.segments(int(index), draw(int(index)))
+        mine = self._share(self._sizes[bucket])
+        segments = [build(indices[i]) if i < len(indices) else [] for i in mine]
         # If all sequences of this process are empty, a sample determines the fields of the batch.
         sample = [] if any(segments) else [build(indices[0])]
         batch = assemble(sample + segments, self._widths[bucket], self._decoder_widths[bucket])
@@ -88,7 +86,8 @@ class Batches:
                 generator = np.random.Generator(np.random.Philox(key=[self._seed, epoch]))
                 shuffle = generator.permutation
             pairs = zip(self._members, self._sizes, strict=True)
-            pools = [iter(_chunks(shuffle(members), size)) for members, size in pairs]
+            starts = lambda members, size: range(size, len(members), size)
+            pools = [iter(np.split(shuffle(x), starts(x, size))) for x, size in pairs]
             current = self._epoch = epoch, [(int(b), next(pools[b])) for b in shuffle(self._order)]
         return current[1]
 
@@ -99,11 +98,6 @@ class Batches:
         if stop <= start:
             return iter(())
         return iter(grain.MapDataset.source(self)[start:stop].to_iter_dataset(options))
-
-
-def _chunks(indices: np.ndarray, size: int) -> Iterator[np.ndarray]:
-    for start in range(0, len(indices), size):
-        yield indices[start : start + size]
 
 
 def assemble(sequences: Sequence[Sequence[Segment]], length: int, decoder_length: int = 0) -> Batch:

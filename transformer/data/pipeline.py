@@ -69,15 +69,11 @@ def check_special_tokens(model: ModelConfig, tokenizer: Tokenizer) -> None:
         configured = as_tuple(getattr(model, field))[:1]
         if configured not in ((), (token,)):
             name = {"pad_id": "padding"}.get(field, field)
-            raise UserError(
-                f"model.{field}: {configured[0]}, but the tokenizer's {name} is {token}; set it to "
-                "that, or to None"
-            )
+            problem = f"{configured[0]}, but the tokenizer's {name} is {token}"
+            raise UserError(f"model.{field}: {problem}; set it to that, or to None")
         if token >= model.vocab_size:
-            raise UserError(
-                f"model.vocab_size: {model.vocab_size} has no room for the tokenizer's {field}, "
-                f"{token}; increase it"
-            )
+            problem = f"{model.vocab_size} has no room for the tokenizer's {field}, {token}"
+            raise UserError(f"model.vocab_size: {problem}; increase it")
 
 
 def open_data(config: Task, tokenizer: Path | None = None) -> Data:

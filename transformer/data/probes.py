@@ -95,11 +95,6 @@ TASKS: dict[str, Callable[[np.random.Generator, int], tuple[str, str]]] = {
 """task(rng, length) -> (question, answer)."""
 
 
-def look_up_task(field: str, name: str) -> Callable[[np.random.Generator, int], tuple[str, str]]:
-    """The task called `name`. Raises UserError for an unknown name."""
-    return look_up(TASKS, name, field)
-
-
 @dataclasses.dataclass(frozen=True)
 class TaskSpec:
     """The contents of a path: a task, a range of lengths, and a number of examples."""
@@ -127,11 +122,9 @@ def parse(path: str, field: str = "data.train") -> TaskSpec:
             f"{field}: {path!r} must be TASK:SHORTEST-LONGEST or TASK:SHORTEST-LONGEST:EXAMPLES "
             "for data.format='probe', such as 'reverse:1-20'"
         )
-    look_up_task(field, match[1])
+    look_up(TASKS, match[1], field)
     shortest, longest = int(match[2]), int(match[3])
     if not 1 <= shortest <= longest:
-        raise UserError(
-            f"{field}: {path!r}: lengths from {shortest} to {longest} must satisfy "
-            "1 <= SHORTEST <= LONGEST"
-        )
+        lengths = f"lengths from {shortest} to {longest}"
+        raise UserError(f"{field}: {path!r}: {lengths} must satisfy 1 <= SHORTEST <= LONGEST")
     return TaskSpec(match[1], shortest, longest, *([int(match[4])] if match[4] else []))

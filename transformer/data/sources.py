@@ -8,9 +8,12 @@ Text is UTF-8, with or without a byte order mark. Lines end in LF or CRLF. In ev
 with a blank text are skipped.
 """
 
+import collections
 import contextlib
 import fnmatch
+import functools
 import gzip
+import itertools
 import json
 import re
 import zlib
@@ -20,7 +23,6 @@ from pathlib import Path
 from etils import epath
 
 from transformer.data import probes
-from transformer.data.paths import as_path
 from transformer.errors import UserError, from_os_error
 
 Example = tuple[str, ...]
@@ -46,10 +48,9 @@ def read(
         examples = (example for file in expand(path) for example in reader(file, fields))
     for example in examples:
         if len(example) != len(columns):
-            raise UserError(
-                f"data.format: {format!r} yields {len(example)} text(s) per example, but the "
-                f"objective needs {', '.join(columns)}; see data.objective"
-            )
+            yields = f"{format!r} yields {len(example)} text(s) per example"
+            needs = f"the objective needs {', '.join(columns)}; see data.objective"
+            raise UserError(f"data.format: {yields}, but {needs}")
         if all(text.strip() for text in example):
             count += 1
             yield example
@@ -67,6 +68,25 @@ def patterns(format: str, path: str) -> list[str]:
     return names
 
 
+def as_path(text: str, field: str) -> epath.Path:
+    """The path of `text`. Raises UserError for `field` if no installed package can read it."""
+    scheme, separator, _ = text.partition("://")
+    if "\0" in text:
+        raise UserError(f"{field}: {text!r} contains a NUL character; remove it")
+    try:
+        path = epath.Path(text)
+        if separator:
+            path.exists()  # imports the package that reads the bucket
+    except KeyError:
+        way_out = "download the file, or use a local path or gs://"
+        raise UserError(f"{field}: {text!r} cannot be read; {way_out}") from None
+    except ImportError as e:
+        gcs = "the extra [gcs]: pip install -e '.[gcs]'"
+        needed = gcs if scheme == "gs" else f"a package ({e})"
+        raise UserError(f"{field}: {text} needs {needed}") from None
+    return path
+
+
 def expand(pattern: str, field: str = "data") -> list[epath.Path]:
     """Returns the files of a path or glob, sorted. Raises UserError for `field` without any."""
     path = as_path(pattern, field)
@@ -75,9 +95,8 @@ def expand(pattern: str, field: str = "data") -> list[epath.Path]:
             where = "" if path.is_absolute() else f"; the path is relative to {Path.cwd()}"
             raise UserError(f"{field}: no file {pattern!r}{where}")
         if path.is_dir():
-            raise UserError(
-                f"{field}: {pattern!r} is a folder; name its files: {pattern.rstrip('/')}/*"
-            )
+            files = f"{pattern.rstrip('/')}/*"
+            raise UserError(f"{field}: {pattern!r} is a folder; name its files: {files}")
         return [path]
     siblings = path.parent.iterdir() if path.parent.exists() else ()
     files = sorted(file for file in siblings if fnmatch.fnmatch(file.name, path.name))
@@ -97,9 +116,8 @@ def _lines(file: epath.Path) -> Iterator[tuple[int, str]]:
             for number, line in enumerate(stream, 1):
                 yield number, _decode(line, f"{file}:{number}", first=number == 1)
         except (EOFError, zlib.error, gzip.BadGzipFile) as e:
-            raise UserError(
-                f"{file}: damaged or cut off after line {number} ({e}); fetch it again"
-            ) from None
+            problem = f"damaged or cut off after line {number}"
+            raise UserError(f"{file}: {problem} ({e}); fetch it again") from None
         except OSError as e:
             raise from_os_error(e, f"{file}: cannot be read ({e.strerror or e})") from None
 
@@ -118,10 +136,8 @@ def _decode(line: bytes, where: str, first: bool) -> str:
             f"{f' but {kind}' if kind else ''}; convert the file"
         ) from None
     if "\0" in text:
-        raise UserError(
-            f"{where}: a NUL byte at column {line.index(0) + 1}; convert the file, "
-            "which is binary or UTF-16"
-        )
+        way_out = "convert the file, which is binary or UTF-16"
+        raise UserError(f"{where}: a NUL byte at column {line.index(0) + 1}; {way_out}")
     return text
 
 
@@ -144,13 +160,10 @@ def _tsv(file: epath.Path, fields) -> Iterator[Example]:
             continue
         cells = line.split("\t")
         if len(cells) <= max(columns):
-            expected = ", tab, ".join(fields)
-            if by_number:
-                expected = f"{max(columns) + 1} columns (data.fields)"
-            raise UserError(
-                f"{file}:{number}: expected {expected}; found {len(cells) - 1} tab(s) in "
-                f"{line[:60]!r}"
-            )
+            numbered = f"{max(columns) + 1} columns (data.fields)"
+            expected = numbered if by_number else ", tab, ".join(fields)
+            found = f"{len(cells) - 1} tab(s) in {line[:60]!r}"
+            raise UserError(f"{file}:{number}: expected {expected}; found {found}")
         yield tuple(cells[c].strip() for c in columns)
 
 
@@ -169,10 +182,9 @@ def _paired(path: str) -> Iterator[Example]:
             )
     if len(sources) != len(targets):
         unpaired = max(sources, targets, key=len)[min(len(sources), len(targets))][1]
-        raise UserError(
-            f"data: {path} matches {len(sources)} and {len(targets)} files, and {unpaired.name} "
-            "has no partner; 'paired' needs the same number of each"
-        )
+        matches = f"{path} matches {len(sources)} and {len(targets)} files"
+        problem = f"{matches}, and {unpaired.name} has no partner"
+        raise UserError(f"data: {problem}; 'paired' needs the same number of each")
     for (_, source), (_, target) in zip(sources, targets, strict=True):
         yield from _lines_of_two(source, target)
 
@@ -187,22 +199,18 @@ def _by_wildcards(pattern: str) -> list[tuple[tuple[str, ...], epath.Path]]:
 
 
 def _lines_of_two(source: epath.Path, target: epath.Path) -> Iterator[Example]:
-    source_lines, target_lines = _lines(source), _lines(target)
-    number = 0
-    for number, text in source_lines:
-        target_line = next(target_lines, None)
-        if target_line is None:
-            raise UserError(f"{target}: ends after line {number - 1}, but {source} continues")
-        yield text.strip(), target_line[1].strip()
-    if next(target_lines, None) is not None:
-        raise UserError(f"{source}: ends after line {number}, but {target} continues")
+    for a, b in itertools.zip_longest(_lines(source), _lines(target)):
+        if a is None or b is None:
+            short, long, (next_line, _) = (target, source, a) if a else (source, target, b)
+            raise UserError(f"{short}: ends after line {next_line - 1}, but {long} continues")
+        yield a[1].strip(), b[1].strip()
 
 
 def _record(text: str, fields, where: str) -> Example:
     try:
-        record = json.loads(text, object_pairs_hook=_unambiguous)
-    except _DuplicateField as e:
-        raise UserError(f"{where}: two fields {e.args[0]!r} in one object") from None
+        record = json.loads(text, object_pairs_hook=functools.partial(_unambiguous, where))
+    except UserError:
+        raise
     # These include a number with too many digits, and nesting that is too deep.
     except (ValueError, RecursionError) as e:
         if "digits" in str(e):
@@ -213,16 +221,12 @@ def _record(text: str, fields, where: str) -> Example:
     return tuple(_field(record, field, where) for field in fields)
 
 
-class _DuplicateField(Exception):
-    """A name that occurs twice in one JSON object. Python would use the last value."""
-
-
-def _unambiguous(pairs: list[tuple[str, object]]) -> dict:
-    record = dict(pairs)
-    if len(record) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise _DuplicateField(next(name for name in names if names.count(name) > 1))
-    return record
+def _unambiguous(where: str, pairs: list[tuple[str, object]]) -> dict:
+    """Refuses a name that occurs twice in one JSON object. Python would use the last value."""
+    counts = collections.Counter(name for name, _ in pairs)
+    if twice := [name for name in counts if counts[name] > 1]:
+        raise UserError(f"{where}: two fields {twice[0]!r} in one object")
+    return dict(pairs)
 
 
 def _field(record: dict, field: str, where: str) -> str:
@@ -238,14 +242,12 @@ def _field(record: dict, field: str, where: str) -> str:
     if not isinstance(value, str):
         raise UserError(f"{where}: field {field!r} is {json.dumps(value)[:40]}, not text")
     if any(0xD800 <= ord(c) <= 0xDFFF for c in value):
-        raise UserError(
-            f"{where}: field {field!r} contains half of a surrogate pair, which is not a character"
-        )
+        problem = "half of a surrogate pair, which is not a character"
+        raise UserError(f"{where}: field {field!r} contains {problem}")
     return value
 
 
 def _jsonl(file: epath.Path, fields) -> Iterator[Example]:
-    """Yields one example from each line, a JSON object."""
     for number, line in _lines(file):
         if line.strip():
             yield _record(line, fields, f"{file}:{number}")
@@ -264,9 +266,8 @@ def _arrayrecord(file: epath.Path, fields) -> Iterator[Example]:
         except UnicodeDecodeError:
             raise UserError(f"{file}: record {number} is not UTF-8") from None
         except RuntimeError as e:
-            raise UserError(
-                f"{file}: damaged at record {number} ({str(e).splitlines()[0][:80]})"
-            ) from None
+            reason = str(e).splitlines()[0][:80]
+            raise UserError(f"{file}: damaged at record {number} ({reason})") from None
         is_json = text.startswith("{") or len(fields) > 1
         yield _record(text, fields, f"{file}: record {number}") if is_json else (text,)
 
@@ -276,9 +277,8 @@ def _huggingface(path: str, fields) -> Iterator[Example]:
     try:
         import datasets
     except ImportError:
-        raise UserError(
-            "data.format: 'huggingface' needs the extra [hf]: pip install -e '.[hf]'"
-        ) from None
+        way_out = "the extra [hf]: pip install -e '.[hf]'"
+        raise UserError(f"data.format: 'huggingface' needs {way_out}") from None
     name, _, split = path.partition(":")
     if epath.Path(name).exists():
         dataset = datasets.load_from_disk(name)

@@ -10,6 +10,9 @@ import hashlib
 import re
 from collections.abc import Iterable
 
+import numpy as np
+from scipy import sparse
+
 from transformer.data.sources import Example
 
 SPLITS = ("train", "valid", "test")
@@ -23,44 +26,27 @@ def assign(examples: Iterable[Example], held_out: int) -> tuple[list[str], int]:
     still needs is skipped. All components not taken are for training. Therefore the split depends
     on the text alone, and not on a seed or the order of the lines.
     """
-    parent: list[int] = []
     nodes: dict[tuple[int, str], int] = {}
-
-    def node(side: int, text: str) -> int:
-        key = side, normalize(text)
-        if key not in nodes:
-            nodes[key] = len(parent)
-            parent.append(len(parent))
-        return nodes[key]
-
-    def root(i: int) -> int:
-        while parent[i] != i:
-            parent[i] = parent[parent[i]]
-            i = parent[i]
-        return i
-
-    first_nodes = []
-    for example in examples:
-        example_nodes = [node(side, text) for side, text in enumerate(example)]
-        first_nodes.append(example_nodes[0])
-        for other in example_nodes[1:]:
-            parent[root(other)] = root(example_nodes[0])
-    names: dict[int, tuple[int, str]] = {}  # root -> smallest key of the component
-    sources: dict[int, int] = {}  # root -> number of distinct sources
-    for (side, text), i in nodes.items():
-        r = root(i)
-        names[r] = min(names.get(r, (side, text)), (side, text))
-        sources[r] = sources.get(r, 0) + (side == 0)
-    order = sorted(names, key=lambda r: hashlib.sha256(repr(names[r]).encode()).digest())
-    split_of, taken = {}, dict.fromkeys(("test", "valid"), 0)
+    node = lambda side, text: nodes.setdefault((side, normalize(text)), len(nodes))
+    rows = [[node(side, text) for side, text in enumerate(example)] for example in examples]
+    ends = [row[0] for row in rows], [row[-1] for row in rows]  # an example has one or two texts
+    graph = sparse.coo_array((np.ones(len(rows)), ends), shape=(len(nodes), len(nodes)))
+    count, component = sparse.csgraph.connected_components(graph, directed=False)
+    names: dict[int, tuple[int, str]] = {}  # component -> its smallest key
+    sources = [0] * count  # component -> number of distinct sources
+    for key, c in zip(nodes, component.tolist(), strict=True):
+        names[c] = min(names.get(c, key), key)
+        sources[c] += key[0] == 0
+    order = sorted(names, key=lambda c: hashlib.sha256(repr(names[c]).encode()).digest())
+    split_of, taken = ["train"] * count, dict.fromkeys(("test", "valid"), 0)
     for split in taken:
-        for r in order:
+        for c in order:
             if taken[split] >= held_out:
                 break
-            if r not in split_of and sources[r] <= held_out - taken[split]:
-                split_of[r] = split
-                taken[split] += sources[r]
-    return [split_of.get(root(i), "train") for i in first_nodes], len(names)
+            if split_of[c] == "train" and sources[c] <= held_out - taken[split]:
+                split_of[c] = split
+                taken[split] += sources[c]
+    return [split_of[component[row[0]]] for row in rows], count
 
 
 def normalize(text: str) -> str:

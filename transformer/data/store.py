@@ -11,12 +11,10 @@ import itertools
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from etils import epath
 
 from transformer.data import corpora, sources, split
 from transformer.data.config import DataConfig
@@ -29,7 +27,7 @@ from transformer.data.tokenizer import (
     train_tokenizer,
 )
 from transformer.errors import UserError
-from transformer.files import disk_errors
+from transformer.files import new_folder
 from transformer.mapping import to_mapping
 
 VERSION = 4
@@ -94,10 +92,8 @@ def open_store(config: DataConfig, vocab_size: int) -> Store:
     tokenizer gets those of `vocab_size` ids that the objective does not reserve.
     """
     if not config.corpus and not config.train:
-        raise UserError(
-            "data.corpus or data.train: set one of them (python -m transformer data lists the "
-            "corpora)"
-        )
+        command = "python -m transformer data"
+        raise UserError(f"data.corpus or data.train: set one of them ({command} lists the corpora)")
     objective = config.chosen
     text = _Text(config, objective.columns)
     inputs = {k: v for k, v in to_mapping(config).items() if k in (*TEXT_FIELDS, "tokenizer")}
@@ -110,13 +106,8 @@ def open_store(config: DataConfig, vocab_size: int) -> Store:
     key = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:24]
     folder = corpora.data_home() / "tokens" / key
     if not (folder / "meta.json").exists():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with disk_errors(folder.parent), tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-            new = Path(scratch) / "store"
-            new.mkdir()
+        with new_folder(folder, keep=True) as new:
             _build(new, text, config, vocab_size)
-            if not folder.exists():  # another process may have been faster
-                new.rename(folder)  # atomic: complete or absent
     tokenizer = load_tokenizer(find_tokenizer(folder), config.tokenizer)
     _check_size(tokenizer, config, vocab_size)
     return Store(folder, tokenizer, json.loads((folder / "meta.json").read_text()))
@@ -147,7 +138,9 @@ class _Text:
         for part, path in self.paths.items():
             for name in sources.patterns(self.format, path):
                 files += sources.expand(name, f"data.{part}")
-        return [[str(f), f.stat().length, _modified(f)] for f in files]
+        # Local file systems offer a higher resolution of times than etils does.
+        modified = lambda f: os.stat(f).st_mtime_ns if os.path.exists(f) else f.stat().mtime
+        return [[str(f), f.stat().length, modified(f)] for f in files]
 
     def read(self, part: str) -> Iterator[Example]:
         """Yields the examples of a split. A split without a file is held out from training."""
@@ -214,11 +207,6 @@ class _Text:
             yield example[::-1] if self.reverse else example
 
 
-def _modified(file: epath.Path) -> float:
-    """The modification time of a file, at the highest resolution that its file system offers."""
-    return os.stat(file).st_mtime_ns if os.path.exists(file) else file.stat().mtime
-
-
 def _build(folder: Path, text: _Text, config: DataConfig, vocab_size: int) -> None:
     if config.tokenizer.path:
         tokenizer = load_tokenizer(config.tokenizer.path, config.tokenizer)
@@ -253,12 +241,7 @@ def _check_size(tokenizer: Tokenizer, config: DataConfig, vocab_size: int) -> No
 
 
 def _tokenize(
-    folder: Path,
-    part: str,
-    examples: Iterator[Example],
-    tokenizer: Tokenizer,
-    text: _Text,
-    classes: list[str],
+    folder: Path, part: str, examples: Iterator[Example], tokenizer: Tokenizer, text: _Text, classes
 ) -> dict:
     """Writes a split in blocks, since a corpus may exceed memory. Returns its counts."""
     digest, counts = hashlib.sha256(), {"examples": 0, "bytes": 0, "words": 0}
@@ -309,16 +292,12 @@ def _tokenize(
 
 def _class(number: dict[str, int], name: str, text: str) -> int:
     if name not in number:
-        raise UserError(
-            f"data: the label {name!r} of {text[:40]!r} is not among those of training: "
-            f"{', '.join(number)}"
-        )
+        known = f"those of training: {', '.join(number)}"
+        raise UserError(f"data: the label {name!r} of {text[:40]!r} is not among {known}")
     return number[name]
 
 
-def _tagged(
-    example: Example, tokenizer: Tokenizer, number: dict[str, int]
-) -> tuple[list[int], np.ndarray]:
+def _tagged(example: Example, tokenizer: Tokenizer, number) -> tuple[list[int], np.ndarray]:
     """The ids of a text and their tags: a word's at its first piece, -1 at other pieces and eos."""
     words, tags = (column.split() for column in example)
     if len(words) != len(tags):

@@ -14,8 +14,8 @@ import numpy as np
 import sentencepiece
 
 from transformer.data.config import TokenizerConfig
-from transformer.data.paths import as_path
-from transformer.data.tokenizer_base import BOS, EOS, PAD, UNK, SpecialTokens, Tokenizer, as_list
+from transformer.data.sources import as_path
+from transformer.data.tokenizer_base import BOS, EOS, PAD, UNK, Tokenizer, as_list
 from transformer.errors import UserError
 
 DEFAULTS = TokenizerConfig()
@@ -47,8 +47,7 @@ class SentencePiece(Tokenizer):
         except UnicodeDecodeError:
             raise UserError(f"data.tokenizer.path: {name} is damaged (not UTF-8)") from None
         p = self._processor
-        defaults = {"pad": p.pad_id(), "bos": p.bos_id(), "eos": p.eos_id()}
-        self.special_tokens = _special_tokens(config, defaults, self.vocab_size, name)
+        self.set_special_tokens(config, name, pad=p.pad_id(), bos=p.bos_id(), eos=p.eos_id())
 
     def encode(self, texts):
         return self._processor.encode(as_list(texts), num_threads=os.cpu_count() or 1)
@@ -93,12 +92,13 @@ class Fast(Tokenizer):
         self._tokenizer.no_truncation()
         self.content, self.vocab_size = content, self._tokenizer.get_vocab_size()
         find = lambda *names: next((i for n in names if (i := self.find(n)) is not None), -1)
-        defaults = {
-            "pad": find("[PAD]", "<pad>"),
-            "bos": find("[CLS]", "<s>", "<|begin_of_text|>", "<bos>"),
-            "eos": find("[SEP]", "</s>", "<|end_of_text|>", "<|endoftext|>", "<eos>"),
-        }
-        self.special_tokens = _special_tokens(config, defaults, self.vocab_size, name)
+        self.set_special_tokens(
+            config,
+            name,
+            pad=find("[PAD]", "<pad>"),
+            bos=find("[CLS]", "<s>", "<|begin_of_text|>", "<bos>"),
+            eos=find("[SEP]", "</s>", "<|end_of_text|>", "<|endoftext|>", "<eos>"),
+        )
         mask = find("[MASK]", "<mask>")
         self.mask = mask if mask >= 0 else None
 
@@ -162,8 +162,7 @@ class TokenizerPair(Tokenizer):
         self._models = [part._processor for part in parts]
         self.content, self.vocab_size = content, max(self._pieces) + 1
         pad, eos = (self.vocabulary.get(piece, -1) for piece in ("<pad>", "</s>"))
-        defaults = {"pad": pad, "bos": pad, "eos": eos}
-        self.special_tokens = _special_tokens(config, defaults, self.vocab_size, name)
+        self.set_special_tokens(config, name, pad=pad, bos=pad, eos=eos)
 
     @property
     def files(self):
@@ -213,23 +212,6 @@ class TokenizerPair(Tokenizer):
         return np.array([piece.startswith("\u2581") for piece in pieces])
 
 
-def _special_tokens(
-    config: TokenizerConfig, defaults: dict[str, int], vocab_size: int, name: str
-) -> SpecialTokens:
-    """The special tokens that the config sets, or else the tokenizer's `defaults` (-1: none)."""
-    ids = {}
-    for token, default in defaults.items():
-        configured = getattr(config, f"{token}_id")
-        ids[token] = default if configured < 0 else configured
-        if not ids[token] >= 0:
-            raise UserError(f"data.tokenizer.{token}_id: must be set; {name} does not define it")
-    for token, i in (ids | {"source_bos": config.source_bos_id}).items():
-        if token != "pad" and i >= vocab_size:
-            pieces = f"the {vocab_size} pieces of {name}"
-            raise UserError(f"data.tokenizer.{token}_id: {i} is not one of {pieces}")
-    return SpecialTokens(**ids, source_bos=config.source_bos_id)
-
-
 def load_tokenizer(path: str | os.PathLike, config: TokenizerConfig = DEFAULTS) -> Tokenizer:
     """Loads a SentencePiece .model, a tokenizer.json or a .pair."""
     path = os.fspath(path)
@@ -271,10 +253,9 @@ def train_tokenizer(
     lossless = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False}
     lines = _sample(sentences, config.max_sentences)
     if pieces < 1:
-        raise UserError(
-            f"model.vocab_size: {vocab_size} leaves no piece besides the {reserved} special tokens "
-            "of data.objective; increase it"
-        )
+        others = f"the {reserved} special tokens of data.objective"
+        problem = f"{vocab_size} leaves no piece besides {others}"
+        raise UserError(f"model.vocab_size: {problem}; increase it")
     by_pieces = config.kind != "char"
     try:
         sentencepiece.SentencePieceTrainer.train(
@@ -296,9 +277,8 @@ def train_tokenizer(
     except RuntimeError as e:
         largest, smallest = re.search(r"<= (\d+)", str(e)), re.search(r"\d+ vs (\d+)", str(e))
         if not largest and not smallest:
-            raise UserError(
-                f"data.tokenizer: SentencePiece cannot be trained on this text ({str(e).strip()})"
-            ) from None
+            problem = f"SentencePiece cannot be trained on this text ({str(e).strip()})"
+            raise UserError(f"data.tokenizer: {problem}") from None
         if largest:
             way_out = f"set it to {largest[1]} or less"
         else:
@@ -308,7 +288,7 @@ def train_tokenizer(
             + (f", and data.objective needs {reserved} more for special tokens" if reserved else "")
         ) from None
     trained = SentencePiece(model.getvalue())
-    assert trained.special_tokens == SpecialTokens(), trained.special_tokens
+    assert (trained.pad, trained.bos, trained.eos) == (PAD, BOS, EOS)
     return trained
 
 

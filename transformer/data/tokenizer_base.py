@@ -1,32 +1,16 @@
 """The interface of tokenizers."""
 
-import dataclasses
 import functools
 import hashlib
 from collections.abc import Sequence
 
 import numpy as np
 
+from transformer.data.config import TokenizerConfig
 from transformer.errors import UserError
 
 PAD, BOS, EOS, UNK = 0, 1, 2, 3
 """Special tokens of the tokenizers that this library trains. An existing one may have others."""
-
-
-@dataclasses.dataclass(frozen=True)
-class SpecialTokens:
-    """The ids of the special tokens.
-
-    pad: padding.
-    bos: begins a text, or the input of a decoder.
-    eos: ends a text.
-    source_bos: begins a source; -1: none.
-    """
-
-    pad: int = PAD
-    bos: int = BOS
-    eos: int = EOS
-    source_bos: int = -1
 
 
 def as_list(texts: Sequence[str]) -> list[str]:
@@ -41,26 +25,31 @@ class Tokenizer:
 
     content: bytes
     name: str
-    special_tokens: SpecialTokens
     vocab_size: int
-    mask: int | None = None  # the id of the mask token, if there is one
+    pad: int  # ids of special tokens: padding
+    bos: int  # begins a text, or the input of a decoder
+    eos: int  # ends a text
+    source_prefix_ids: Sequence[int] = ()  # the one that begins a source, or none
+    mask: int | None = None  # replaces tokens that are predicted
 
-    @property
-    def pad(self) -> int:
-        return self.special_tokens.pad
+    def set_special_tokens(self, config: TokenizerConfig, name: str, **defaults: int) -> None:
+        """Sets the special tokens that the config sets, or else `defaults` (-1: none).
 
-    @property
-    def bos(self) -> int:
-        return self.special_tokens.bos
-
-    @property
-    def eos(self) -> int:
-        return self.special_tokens.eos
-
-    @property
-    def source_prefix_ids(self) -> list[int]:
-        """The special token that begins a source, as a list of one id or none."""
-        return [self.special_tokens.source_bos] if self.special_tokens.source_bos >= 0 else []
+        Raises UserError, with the tokenizer's `name`, for a token that is not set or not a piece.
+        """
+        ids = {}
+        for token, default in defaults.items():
+            configured = getattr(config, f"{token}_id")
+            ids[token] = default if configured < 0 else configured
+            if not ids[token] >= 0:
+                field = f"data.tokenizer.{token}_id"
+                raise UserError(f"{field}: must be set; {name} does not define it")
+        for token, i in (ids | {"source_bos": config.source_bos_id}).items():
+            if token != "pad" and i >= self.vocab_size:
+                pieces = f"the {self.vocab_size} pieces of {name}"
+                raise UserError(f"data.tokenizer.{token}_id: {i} is not one of {pieces}")
+        self.pad, self.bos, self.eos = ids["pad"], ids["bos"], ids["eos"]
+        self.source_prefix_ids = [config.source_bos_id] if config.source_bos_id >= 0 else []
 
     @property
     def files(self) -> dict[str, bytes]:

@@ -125,9 +125,8 @@ def beam_search(
     ending = Ending.of(model.config, eos_id, pad_id, suppress_tokens)
     limits_B = jnp.minimum(limits_B, max_new)
     (batch, length), k = prompt_BxP.shape, beam_size
-    logits_BxV, memory = prefill(
-        model, params, prompt_BxP, length + max_new, source_BxS, prompt_mask_BxP, source_mask_BxS
-    )
+    inputs = source_BxS, prompt_mask_BxP, source_mask_BxS
+    logits_BxV, memory = prefill(model, params, prompt_BxP, length + max_new, *inputs)
     step_model, vocab = unrolled(model, params), logits_BxV.shape[-1]
     spread = memory.cache.reorder(lambda x: jnp.repeat(x, k, axis=0))
     memory = dataclasses.replace(memory, cache=spread)  # beams share the encoded source

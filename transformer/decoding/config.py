@@ -34,10 +34,9 @@ class DecodingConfig:
     def __post_init__(self):
         check_numbers("decoding.", **dataclasses.asdict(self))
         if self.beam_size > 1 and self.temperature:
-            raise UserError(
-                "decoding.beam_size and decoding.temperature: beam search does not sample; set "
-                "decoding.temperature to 0, or decoding.beam_size to 1"
-            )
+            fields = "decoding.beam_size and decoding.temperature"
+            way_out = "set decoding.temperature to 0, or decoding.beam_size to 1"
+            raise UserError(f"{fields}: beam search does not sample; {way_out}")
 
 
 _RANGES = {

@@ -36,9 +36,8 @@ class Ending:
         for field, ids in tokens.items():
             check_inside(field, ids, config.vocab_size)
         if not eos_ids:
-            raise UserError(
-                "eos_id: not set, so no sequence would end; pass eos_id, or set model.eos_id"
-            )
+            way_out = "pass eos_id, or set model.eos_id"
+            raise UserError(f"eos_id: not set, so no sequence would end; {way_out}")
         if len(set(suppressed)) == config.vocab_size:
             raise UserError("suppress_tokens: the whole vocabulary; leave one token out")
         fill_id = eos_ids[0] if pad_id is None else pad_id
@@ -46,17 +45,12 @@ class Ending:
 
     def ends(self, token: jax.Array) -> jax.Array:
         """Whether each token ends a sequence: bool, of the same shape as `token`."""
-        first, *further = self.eos_ids
-        is_end = token == first
-        for eos_id in further:
-            is_end |= token == eos_id
-        return is_end
+        return jnp.isin(token, jnp.array(self.eos_ids))
 
     def suppress(self, scores_V: jax.Array, never: float) -> jax.Array:
         """The scores [..., V], with those of suppressed tokens set to `never`."""
         if not self.suppressed:
             return scores_V
         # A mask is fused with the operations around it; setting entries copies the scores.
-        mask_V = np.zeros(scores_V.shape[-1], bool)
-        mask_V[list(self.suppressed)] = True
+        mask_V = np.isin(np.arange(scores_V.shape[-1]), self.suppressed)
         return jnp.where(mask_V, never, scores_V)

@@ -51,10 +51,8 @@ class Generator:
 
     def __post_init__(self):
         if not self.config.objective.generates_text or self.config.model.family == "encoder":
-            raise UserError(
-                f"data.objective: {to_mapping(self.config.data.objective)!r} does not train "
-                "generation; causal_lm, prefix_lm and seq2seq do"
-            )
+            problem = f"{to_mapping(self.config.data.objective)!r} does not train generation"
+            raise UserError(f"data.objective: {problem}; causal_lm, prefix_lm and seq2seq do")
         check_tokenizer(self.tokenizer)
         self._model = build_model(self.config.model)
         self._translates = self.config.model.is_encoder_decoder
@@ -94,18 +92,16 @@ class Generator:
             return self.tokenizer.decode(output)
         return self.tokenizer.decode([*prompt, *output])[len(self.tokenizer.decode(prompt)) :]
 
-    def _room(self) -> int:
-        """The maximum input length. A decoder reserves half of its length for the output."""
-        longest = self.config.model.max_length
-        return longest if self._translates else max(longest // 2, 1)
-
     def _batches(self, lengths: list[int]) -> dict[int, list[int]]:
         """Sorts texts into buckets: width (a power of two from 16) -> indices, shortest first."""
+        room = self.config.model.max_length
+        if not self._translates:  # a decoder reserves half of its length for the output
+            room = max(room // 2, 1)
         widths: dict[int, list[int]] = {}
         for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):
             needed = lengths[i] + 1  # the source's eos, or the prompt's bos
-            self.cut += needed > self._room()
-            width = min(max(16, 1 << (needed - 1).bit_length()), self._room())
+            self.cut += needed > room
+            width = min(max(16, 1 << (needed - 1).bit_length()), room)
             widths.setdefault(width, []).append(i)
         return widths
 

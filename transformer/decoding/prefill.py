@@ -40,18 +40,15 @@ def first_prompt(
         if source_BxS is None:
             raise UserError("prompt: None, but a decoder continues a prompt; pass one")
         if start_id is None:
-            raise UserError(
-                "prompt: None, and there is no start token; pass a prompt, or set "
-                "model.decoder_start_id"
-            )
+            way_out = "pass a prompt, or set model.decoder_start_id"
+            raise UserError(f"prompt: None, and there is no start token; {way_out}")
         prompt_BxP = jnp.full((source_BxS.shape[0], 1), start_id, jnp.int32)
     for name, x in each.items():
         shape = getattr(x, "shape", None)
         if shape is None or shape[:1] != prompt_BxP.shape[:1]:
-            raise UserError(
-                f"{name}: {type(x).__name__ if shape is None else f'shape {list(shape)}'}, but "
-                f"there are {len(prompt_BxP)} prompts; pass an array with one value for each"
-            )
+            found = type(x).__name__ if shape is None else f"shape {list(shape)}"
+            way_out = "pass an array with one value for each"
+            raise UserError(f"{name}: {found}, but there are {len(prompt_BxP)} prompts; {way_out}")
     return prompt_BxP
 
 
@@ -74,10 +71,8 @@ def prefill(
     """
     _check(model, prompt_BxP, source_BxS)
     if slots < prompt_BxP.shape[1]:
-        raise UserError(
-            f"slots: {slots} are fewer than the {prompt_BxP.shape[1]} tokens of the prompt; "
-            "add the number of tokens to generate"
-        )
+        problem = f"{slots} are fewer than the {prompt_BxP.shape[1]} tokens of the prompt"
+        raise UserError(f"slots: {problem}; add the number of tokens to generate")
     last = model.config.last_position
     if last is not None and slots > last + 1:
         raise UserError(
@@ -85,7 +80,11 @@ def prefill(
             f"at {last} (model.max_length); reduce max_new"
         )
     real_BxP = jnp.ones(prompt_BxP.shape, bool) if prompt_mask_BxP is None else prompt_mask_BxP
-    _check_prompt_mask(prompt_BxP, real_BxP)
+    check_array("prompt_mask", real_BxP, prompt_BxP.shape, np.integer, np.bool_)
+    check_range("prompt_mask", real_BxP, 2)
+    real = values(real_BxP)
+    if real is not None and np.any(np.diff(real.astype(np.int8), axis=1) < 0):
+        raise UserError("prompt_mask: padding after a real token; pad prompts on the left")
     real_BxP = jnp.broadcast_to(real_BxP, prompt_BxP.shape)
     options = {
         "positions": jnp.maximum(jnp.cumsum(real_BxP, axis=1) - 1, 0),
@@ -113,14 +112,6 @@ def _check(model: nn.Module, prompt_BxP: Any, source_BxS: Any) -> None:
     for name, tokens in {"prompt": prompt_BxP, "source": source_BxS}.items():
         if tokens is not None:
             check_tokens(model.config, tokens, name)
-
-
-def _check_prompt_mask(prompt_BxP: jax.Array, real_BxP: Any) -> None:
-    check_array("prompt_mask", real_BxP, prompt_BxP.shape, np.integer, np.bool_)
-    check_range("prompt_mask", real_BxP, 2)
-    real = values(real_BxP)
-    if real is not None and np.any(np.diff(real.astype(np.int8), axis=1) < 0):
-        raise UserError("prompt_mask: padding after a real token; pad prompts on the left")
 
 
 def unrolled(model: nn.Module, params: Any) -> tuple[nn.Module, Any]:

@@ -10,7 +10,7 @@ Shape suffixes: B batch, P prompt length, L generated length, V vocabulary.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -70,19 +70,18 @@ def sample(
     prompt_BxP = first_prompt(model, prompt_BxP, source_BxS, limits_B=limits_B)
     ending = Ending.of(model.config, eos_id, pad_id, suppress_tokens)
     if temperature:
-        _check_keys(keys_B, len(prompt_BxP))
+        batch, typed = len(prompt_BxP), jnp.issubdtype(keys_B.dtype, jax.dtypes.prng_key)
+        if keys_B.ndim != (1 if typed else 2) or len(keys_B) != batch:
+            raise UserError(f"keys: expected [{batch}] keys; use jax.random.split(key, {batch})")
     draw = functools.partial(_draw, keys_B, ending, temperature, top_k, top_p)
+    inputs = source_BxS, prompt_mask_BxP, source_mask_BxS
     slots = prompt_BxP.shape[1] + max_new
-    logits_BxV, memory = prefill(
-        model, params, prompt_BxP, slots, source_BxS, prompt_mask_BxP, source_mask_BxS
-    )
+    logits_BxV, memory = prefill(model, params, prompt_BxP, slots, *inputs)
     read = functools.partial(advance, *unrolled(model, params))
     return _continue(draw, read, ending, limits_B, max_new, logits_BxV, memory)
 
 
-def _continue(
-    draw: Callable, read: Callable, ending: Ending, limits_B, max_new: int, logits_BxV, memory
-) -> jax.Array:
+def _continue(draw, read, ending: Ending, limits_B, max_new: int, logits_BxV, memory) -> jax.Array:
     """Draws tokens, and reads all but the last of them, until all sequences have ended."""
 
     def emit(step, out_BxL, done_B, logits_BxV):
@@ -104,9 +103,7 @@ def _continue(
     return jax.lax.while_loop(cond, body, (first, memory))[0][1]
 
 
-def _draw(
-    keys_B, ending: Ending, temperature: float, top_k: int, top_p: float, logits_BxV, step
-) -> jax.Array:
+def _draw(keys_B, ending: Ending, temperature, top_k, top_p, logits_BxV, step) -> jax.Array:
     """Returns the next token of each sequence, int32[B]."""
     logits_BxV = ending.suppress(logits_BxV, -jnp.inf)
     if temperature == 0.0:
@@ -127,12 +124,6 @@ def most_likely(logits_BxV: jax.Array) -> jax.Array:
     index_V = jnp.arange(logits_BxV.shape[-1], dtype=jnp.int32)
     is_best_BxV |= jnp.isnan(logits_BxV)
     return jnp.min(jnp.where(is_best_BxV, index_V, logits_BxV.shape[-1]), axis=-1)
-
-
-def _check_keys(keys_B: jax.Array, batch: int) -> None:
-    is_typed = jnp.issubdtype(keys_B.dtype, jax.dtypes.prng_key)
-    if keys_B.ndim != (1 if is_typed else 2) or len(keys_B) != batch:
-        raise UserError(f"keys: expected [{batch}] keys; use jax.random.split(key, {batch})")
 
 
 def truncate(logits_BxV: jax.Array, top_k: int, top_p: float) -> jax.Array:

@@ -1,6 +1,7 @@
 """BLEU (sacreBLEU) and chrF of detokenized translations, against all references of each source."""
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Sequence
 
 import sacrebleu
 
@@ -16,18 +17,16 @@ def group(examples: Sequence[Example]) -> tuple[list[str], list[list[str]]]:
     return list(references), list(references.values())
 
 
-def score(
-    hypotheses: Sequence[str], references: Sequence[Sequence[str]]
-) -> tuple[dict[str, float], dict[str, str]]:
-    """Returns (scores, sacreBLEU's signatures).
+Scores = tuple[dict[str, float], dict[str, str]]
+"""Name -> score, and name -> sacreBLEU's signature."""
 
-    Scores are `bleu` and `chrf`, both from 0 to 100, and `bleu_one_reference` and
-    `chrf_one_reference`, which use the first reference alone.
+
+def score(hypotheses: Sequence[str], references: Sequence[Sequence[str]]) -> Scores:
+    """Returns `bleu` and `chrf`, both from 0 to 100, and their signatures.
+
+    `bleu_one_reference` and `chrf_one_reference` use the first reference alone.
     """
-    all_references = [
-        [refs[i] if i < len(refs) else None for refs in references]
-        for i in range(max(map(len, references)))
-    ]
+    all_references = list(itertools.zip_longest(*references))
     first_references = [[refs[0] for refs in references]]
     scores, signatures = {}, {}
     for name, metric in {"bleu": sacrebleu.BLEU(), "chrf": sacrebleu.CHRF()}.items():
@@ -37,18 +36,7 @@ def score(
     return scores, signatures
 
 
-def exact(
-    hypotheses: Sequence[str], references: Sequence[Sequence[str]]
-) -> tuple[dict[str, float], dict[str, str]]:
-    """Returns ({exact: share of hypotheses that equal one of their references}, {})."""
+def exact(hypotheses: Sequence[str], references: Sequence[Sequence[str]]) -> Scores:
+    """Returns `exact`, the share of hypotheses that equal one of their references."""
     right = [text in accepted for text, accepted in zip(hypotheses, references, strict=True)]
     return {"exact": sum(right) / len(right)}, {}
-
-
-def translate_and_score(
-    generate: Callable, examples: Sequence[Example], score: Callable, progress: Callable
-):
-    """Returns (sources, hypotheses, references, *score(hypotheses, references)) of examples."""
-    sources, references = group(examples)
-    hypotheses = generate(sources, lambda done: progress(done, len(sources)))
-    return sources, hypotheses, references, *score(hypotheses, references)

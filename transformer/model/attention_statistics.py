@@ -50,9 +50,8 @@ def heads(q_BxTxNxH: jax.Array, k_BxSxKxH: jax.Array, inputs: Inputs) -> dict[st
 
     def block_statistics(block):
         q_BxtxNxH, tokens = block
-        w_BxNxtxS, logits_BxNxtxS, mask_BxtxS = weights(
-            q_BxtxNxH, k_BxSxKxH, inputs.replace(q_tokens=tokens)
-        )
+        of_block = inputs.replace(q_tokens=tokens)
+        w_BxNxtxS, logits_BxNxtxS, mask_BxtxS = weights(q_BxtxNxH, k_BxSxKxH, of_block)
         at_q, at_k = tokens.positions_BxT[:, :, None], inputs.k_tokens.positions_BxT[:, None, :]
         has_choice_Bxt = jnp.sum(mask_BxtxS, axis=-1) > 1
 
@@ -60,9 +59,8 @@ def heads(q_BxTxNxH: jax.Array, k_BxSxKxH: jax.Array, inputs: Inputs) -> dict[st
             """The sum over the queries `of_Bxt`, and their number."""
             return jnp.sum(jnp.where(of_Bxt[:, None], x_BxNxt, 0.0), axis=(0, 2)), jnp.sum(of_Bxt)
 
-        weight_on = lambda keys: jnp.sum(
-            jnp.where((keys & mask_BxtxS)[:, None], w_BxNxtxS, 0.0), axis=-1
-        )
+        kept = lambda keys: jnp.where((keys & mask_BxtxS)[:, None], w_BxNxtxS, 0.0)
+        weight_on = lambda keys: jnp.sum(kept(keys), axis=-1)
         on_all = jnp.sum(w_BxNxtxS, axis=-1)
         sums = {
             "entropy": total(-jnp.sum(jax.scipy.special.xlogy(w_BxNxtxS, w_BxNxtxS), axis=-1)),

@@ -6,6 +6,7 @@ entry per token share the slot functions below.
 Shape suffixes: B batch, T new tokens, S slots.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -122,9 +123,8 @@ def check_cache_source(cache: Cache, encoded_BxSxD: jax.Array | None) -> None:
     """Raises UserError for an encoder's output if the cache already has what it needs of one."""
     leaves = jax.tree.leaves(cache.layers, is_leaf=_is_shared)
     if encoded_BxSxD is not None and any(map(_is_shared, leaves)):
-        raise UserError(
-            "encoded_BxSxD: the cache already has a source; pass None, or begin with an empty cache"
-        )
+        way_out = "pass None, or begin with an empty cache"
+        raise UserError(f"encoded_BxSxD: the cache already has a source; {way_out}")
 
 
 def empty_cache(config: ModelConfig, batch: int, slots: int) -> Cache:
@@ -175,10 +175,8 @@ def extend(slots: Any, new: Any, context: Context) -> tuple[Any, Tokens, Any]:
     tokens, index = context.key_tokens, context.index
     count, length = (jax.tree.leaves(tree)[0].shape[-2] for tree in (slots, new))
     if count == tokens.segments_BxT.shape[1]:
-        put = lambda old, x: jax.lax.dynamic_update_slice_in_dim(
-            old, x.astype(old.dtype), index, axis=-2
-        )
-        slots = jax.tree.map(put, slots, new)
+        write = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=index, axis=-2)
+        slots = jax.tree.map(lambda old, x: write(old, x.astype(old.dtype)), slots, new)
         return slots, tokens, slots
     num_written = min(length, count)
     ring = (index + length - num_written + jnp.arange(num_written)) % count

@@ -261,10 +261,8 @@ class ModelConfig:
         """Returns the config of each layer, with `layer_pattern` and `first_norm` applied."""
         pattern: Sequence[Mapping] = self.layer_pattern or ({},)
         resolve = lambda i: {"layer_pattern": (), "first_norm": self.first_norm or i > 0}
-        return tuple(
-            self.part(**resolve(i) | dict(pattern[i % len(pattern)]))
-            for i in range(self.num_layers(side))
-        )
+        entry = lambda i: dict(pattern[i % len(pattern)])
+        return tuple(self.part(**resolve(i) | entry(i)) for i in range(self.num_layers(side)))
 
     def part(self, **fields) -> "ModelConfig":
         """Returns a copy for a part of this model, with `fields` replaced. It is not checked."""
@@ -281,11 +279,8 @@ class ModelConfig:
     def period(self, side: str) -> int:
         """Returns the smallest divisor of a stack's depth after which its layers repeat."""
         layers = self.layers(side)
-        return next(
-            p
-            for p in range(1, len(layers) + 1)
-            if not len(layers) % p and layers[:-p] == layers[p:]
-        )
+        repeats = lambda p: len(layers) % p == 0 and layers[:-p] == layers[p:]
+        return next(filter(repeats, range(1, len(layers) + 1)))
 
     @property
     def position_acts(self) -> bool:

@@ -50,10 +50,8 @@ def check(config) -> None:
 def _check_values(config) -> None:
     """Checks each field by itself."""
     if config.family in FORMER_FAMILIES:
-        raise UserError(
-            f"model.family: {config.family!r} is no longer a family; "
-            f"{FORMER_FAMILIES[config.family]}"
-        )
+        way_out = FORMER_FAMILIES[config.family]
+        raise UserError(f"model.family: {config.family!r} is no longer a family; {way_out}")
     one_of("model.family", config.family, ("encoder", "decoder", "encoder_decoder"))
     at_least("model", config, 1, "vocab_size", "d_model", "num_heads", "max_length")
     at_least("model", config, 0, *_NOT_NEGATIVE)
@@ -83,28 +81,21 @@ def _check_values(config) -> None:
 def _check_sizes(config) -> None:
     """Checks the numbers of heads and layers."""
     if mixer_reads("num_heads")(config) and not config.d_head and config.d_model % config.num_heads:
-        raise UserError(
-            f"model.d_model: {config.d_model} is not divisible by model.num_heads = "
-            f"{config.num_heads}; change one, or set model.d_head"
-        )
+        problem = f"{config.d_model} is not divisible by model.num_heads = {config.num_heads}"
+        raise UserError(f"model.d_model: {problem}; change one, or set model.d_head")
     if config.num_heads % config.kv_heads:
-        raise UserError(
-            f"model.num_kv_heads: {config.num_kv_heads} does not divide model.num_heads = "
-            f"{config.num_heads}; change one"
-        )
+        problem = f"{config.num_kv_heads} does not divide model.num_heads = {config.num_heads}"
+        raise UserError(f"model.num_kv_heads: {problem}; change one")
     for side in config.sides:
         layers = f"num_{side}_layers"
         if getattr(config, layers) < 1:
-            raise UserError(
-                f"model.{layers}: {getattr(config, layers)} is too small; "
-                f"a family with a{'n' * (side == 'encoder')} {side} needs at least 1"
-            )
+            least = f"a family with a{'n' * (side == 'encoder')} {side} needs at least 1"
+            raise UserError(f"model.{layers}: {getattr(config, layers)} is too small; {least}")
         most = MAX_LAYERS if config.scan_layers else MAX_UNROLLED_LAYERS
         if getattr(config, layers) > most:
             more = "" if config.scan_layers else "; set model.scan_layers=True for more"
-            raise UserError(
-                f"model.{layers}: {getattr(config, layers):,} is too large; at most {most:,}{more}"
-            )
+            limit = f"at most {most:,}{more}"
+            raise UserError(f"model.{layers}: {getattr(config, layers):,} is too large; {limit}")
 
 
 def _check_combinations(config) -> None:
@@ -113,15 +104,11 @@ def _check_combinations(config) -> None:
         config.is_encoder_decoder
         or (config.family == "decoder" and not (config.num_labels or config.pooler))
     ):
-        raise UserError(
-            "model.lm_head: False leaves the model without outputs; set it to True, or set "
-            "model.num_labels in a decoder"
-        )
+        way_out = "set it to True, or set model.num_labels in a decoder"
+        raise UserError(f"model.lm_head: False leaves the model without outputs; {way_out}")
     if (config.num_labels or config.pooler) and config.is_encoder_decoder:
-        raise UserError(
-            "model.num_labels: an encoder_decoder generates text and has no labels; set "
-            "model.family='encoder' or 'decoder'"
-        )
+        problem = "an encoder_decoder generates text and has no labels"
+        raise UserError(f"model.num_labels: {problem}; set model.family='encoder' or 'decoder'")
     if config.is_encoder_decoder and config.pooling != "none":
         raise UserError(
             f"model.pooling: {config.pooling!r} is for labels, and model.family = "
@@ -136,25 +123,17 @@ def _check_combinations(config) -> None:
         )
     _check_sources(config)
     if config.random_positions and config.random_positions < config.max_length:
-        raise UserError(
-            f"model.random_positions: {config.random_positions} is less than model.max_length = "
-            f"{config.max_length}; increase it, or set it to 0"
-        )
+        problem = f"{config.random_positions} is less than model.max_length = {config.max_length}"
+        raise UserError(f"model.random_positions: {problem}; increase it, or set it to 0")
     if config.token_types and config.family != "encoder":
-        raise UserError(
-            f"model.token_types: {config.token_types} needs an encoder, but model.family = "
-            f"{config.family!r}; leave it at 0"
-        )
+        problem = f"{config.token_types} needs an encoder, but model.family = {config.family!r}"
+        raise UserError(f"model.token_types: {problem}; leave it at 0")
     if config.prefix_lm and config.family != "decoder":
-        raise UserError(
-            f"model.prefix_lm: True needs model.family='decoder', but it is {config.family!r}; "
-            "leave it at False"
-        )
+        problem = f"True needs model.family='decoder', but it is {config.family!r}"
+        raise UserError(f"model.prefix_lm: {problem}; leave it at False")
     if not config.causal and ("decoder" not in config.sides or config.prefix_lm):
-        raise UserError(
-            "model.causal: False removes the causal mask of a decoder; leave it at True without a "
-            "decoder, or with model.prefix_lm=True"
-        )
+        way_out = "leave it at True without a decoder, or with model.prefix_lm=True"
+        raise UserError(f"model.causal: False removes the causal mask of a decoder; {way_out}")
 
 
 def _check_sources(config) -> None:
@@ -174,10 +153,8 @@ def _check_layers(config) -> None:
     """Checks `layer_pattern` and the components of each layer."""
     for field, value in [item for entry in config.layer_pattern for item in entry.items()]:
         if field not in PER_LAYER_FIELDS:
-            raise UserError(
-                f"model.layer_pattern: {field!r} cannot differ between layers; "
-                f"{', '.join(PER_LAYER_FIELDS)} can"
-            )
+            problem = f"{field!r} cannot differ between layers"
+            raise UserError(f"model.layer_pattern: {problem}; {', '.join(PER_LAYER_FIELDS)} can")
         kind = int if field == "window" else (str, FrozenDict)
         if not isinstance(value, kind) or isinstance(value, bool):
             raise UserError(
@@ -200,10 +177,8 @@ def _check_layers(config) -> None:
     for spec in dict.fromkeys(layer.position for layer in layers):
         matches = [layer for layer in layers if layer.position == spec]
         if positions.build(spec).hooks and not any(layer.position_acts for layer in matches):
-            raise UserError(
-                f"model.position: {plain(spec)!r} has no effect on mixer = "
-                f"{plain(matches[0].mixer)!r}; set it to 'none'"
-            )
+            problem = f"{plain(spec)!r} has no effect on mixer = {plain(matches[0].mixer)!r}"
+            raise UserError(f"model.position: {problem}; set it to 'none'")
 
 
 def _check_rounds(config) -> None:
@@ -216,10 +191,8 @@ def _check_rounds(config) -> None:
         repeats = config.num_layers(side) // period
         if repeats % rounds:
             layers = f"{side} layers" if period == 1 else f"periods of {period} {side} layers"
-            raise UserError(
-                f"model.pipeline_rounds: {rounds} does not divide the {repeats} {layers}; change "
-                "one of them"
-            )
+            problem = f"{rounds} does not divide the {repeats} {layers}"
+            raise UserError(f"model.pipeline_rounds: {problem}; change one of them")
 
 
 def _check_layer(config, side: str) -> None:

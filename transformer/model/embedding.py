@@ -110,9 +110,8 @@ class Head:
         d_BxTxV = jax.lax.optimization_barrier(d_BxTxV)  # compute it once for its two uses
         d_BxTxV = constrain(d_BxTxV, ("batch", "length", "activation_vocab")).astype(h_BxTxE.dtype)
         d_h_BxTxE = jnp.einsum("BTV,VE->BTE", d_BxTxV, self._matrix(h_BxTxE.dtype))
-        d_matrix_ExV = jnp.einsum(
-            "BTE,BTV->EV", h_BxTxE, d_BxTxV, preferred_element_type=jnp.float32
-        )
+        float32 = {"preferred_element_type": jnp.float32}
+        d_matrix_ExV = jnp.einsum("BTE,BTV->EV", h_BxTxE, d_BxTxV, **float32)
         # Without the barrier, XLA folds the transpose below into the product, and its CPU compiler
         # does not support that product in bfloat16.
         d_matrix_ExV = jax.lax.optimization_barrier(d_matrix_ExV)

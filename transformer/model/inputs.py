@@ -93,10 +93,8 @@ def check_sources(sources: int, targets: int, shared: bool) -> None:
     sentence, share each source.
     """
     if sources not in (1, targets) and (not shared or targets % sources):
-        raise UserError(
-            f"source: {sources} sequences, but the target has {targets}; "
-            "pass one source for each target"
-        )
+        way_out = "pass one source for each target"
+        raise UserError(f"source: {sources} sequences, but the target has {targets}; {way_out}")
 
 
 def check_same_documents(segment_ids, source_segment_ids) -> None:
@@ -110,9 +108,8 @@ def check_same_documents(segment_ids, source_segment_ids) -> None:
     ):
         array = values(ids) if ids is not None and other_ids is None else None
         if array is not None and array.size and array.max() > 1:
-            raise UserError(
-                f"{field}: {array.max()} documents in a sequence, but no {missing}; pass both"
-            )
+            count = f"{array.max()} documents in a sequence"
+            raise UserError(f"{field}: {count}, but no {missing}; pass both")
 
 
 def check_token_types(config: ModelConfig, tokens_BxT: jax.Array, token_types) -> None:
@@ -132,9 +129,8 @@ def check_tokens(config: ModelConfig, tokens_BxT, name: str) -> None:
         raise UserError(f"{name}: expected an integer array, got a {type(tokens_BxT).__name__}")
     if len(shape) != 2 or not jnp.issubdtype(dtype, jnp.integer):
         way_out = f"; add the batch axis, {name}[None]" if len(shape) == 1 else ""
-        raise UserError(
-            f"{name}: expected integers of shape [B, T], got {dtype}{list(shape)}{way_out}"
-        )
+        found = f"{dtype}{list(shape)}{way_out}"
+        raise UserError(f"{name}: expected integers of shape [B, T], got {found}")
     if 0 in shape:
         raise UserError(f"{name}: an array of shape {list(shape)} has no tokens")
     if shape[1] > config.max_length:
@@ -148,14 +144,11 @@ def check_tokens(config: ModelConfig, tokens_BxT, name: str) -> None:
 def _check_options(config, shape, name, positions, segment_ids, padding_mask, prefix_mask) -> None:
     suffix = "" if name == "tokens" else f" of the {name}"
     if segment_ids is not None and padding_mask is not None:
-        raise UserError(
-            f"padding_mask{suffix}: passed together with segment_ids; pass one of them "
-            "(segment 0 is padding)"
-        )
+        way_out = "pass one of them (segment 0 is padding)"
+        raise UserError(f"padding_mask{suffix}: passed together with segment_ids; {way_out}")
     if prefix_mask is not None and not config.prefix_lm:
-        raise UserError(
-            "prefix_mask: needs a decoder with a bidirectional prefix; set model.prefix_lm=True"
-        )
+        way_out = "set model.prefix_lm=True"
+        raise UserError(f"prefix_mask: needs a decoder with a bidirectional prefix; {way_out}")
     for field, mask in {"padding_mask": padding_mask, "prefix_mask": prefix_mask}.items():
         if mask is not None:
             check_array(field + suffix, mask, shape, np.integer, np.bool_)
@@ -177,10 +170,8 @@ def check_array(field: str, x, shape: tuple[int, ...], *kinds: type) -> None:
         expected = "an integer array" if kinds == (np.integer,) else "an array of bool"
         raise UserError(f"{field}: expected {expected}, got {dtype or type(x).__name__}")
     if x_shape not in (shape, (1, shape[1])):
-        raise UserError(
-            f"{field}: shape {list(x.shape)} differs from the tokens' shape {list(shape)}; "
-            "pass one value per token"
-        )
+        problem = f"shape {list(x.shape)} differs from the tokens' shape {list(shape)}"
+        raise UserError(f"{field}: {problem}; pass one value per token")
 
 
 def check_range(field: str, x, end: int | None = None, why: str = "") -> None:
@@ -192,6 +183,5 @@ def check_range(field: str, x, end: int | None = None, why: str = "") -> None:
     if lowest < 0 or (end is not None and highest >= end):
         invalid = lowest if lowest < 0 else highest
         bounds = f"between 0 and {end - 1}" if end is not None else "at least 0"
-        raise UserError(
-            f"{field}: {invalid} must be {bounds}" + (f" ({why} = {end})" if why and end else "")
-        )
+        bounds += f" ({why} = {end})" if why and end else ""
+        raise UserError(f"{field}: {invalid} must be {bounds}")

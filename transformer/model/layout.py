@@ -74,10 +74,8 @@ def unroll(config: ModelConfig, params: Any) -> tuple[ModelConfig, Any]:
 
 def layer_shapes(config: ModelConfig, flat: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Maps each unrolled path to the shape of one layer's parameter."""
-    return {
-        name: tuple(flat[path].shape[len(index) :])
-        for name, (path, index) in where(config, flat).items()
-    }
+    places = where(config, flat).items()
+    return {name: tuple(flat[path].shape[len(index) :]) for name, (path, index) in places}
 
 
 def _indices(config: ModelConfig, path: str) -> list[tuple[str, tuple[int, ...]]]:

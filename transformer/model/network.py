@@ -130,9 +130,8 @@ class _Family(nn.Module):
     @nn.nowrap
     def _check_arguments(self, params, options) -> None:
         if "params" in params:
-            raise UserError(
-                "params: the parameters are in another dict, under 'params'; pass params['params']"
-            )
+            problem = "the parameters are in another dict, under 'params'"
+            raise UserError(f"params: {problem}; pass params['params']")
         if "embedding" not in params:
             raise UserError("params: there is no 'embedding'; pass what `init` returned")
         mutable = options.get("mutable")
@@ -280,10 +279,8 @@ class EncoderDecoder(_Family):
             dropout_rate=dropout_rate,
             order=source_order,
         )
-        h_BxTxD, _ = self._decoder(
-            target_BxT, encoded, None, deterministic, dropout_rate, **options
-        )
-        return self.read(h_BxTxD)
+        args = target_BxT, encoded, None, deterministic, dropout_rate
+        return self.read(self._decoder(*args, **options)[0])
 
     def read(self, h_BxTxD: jax.Array) -> tuple[jax.Array, Head]:
         """Returns the same as `features`, given the last hidden state."""

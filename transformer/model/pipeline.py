@@ -68,31 +68,22 @@ def pipelined(
             sown = jax.tree.map(add, sown, new)
             received_bxTxD = jax.lax.ppermute(y_bxTxD, axis, ring)
             returned = t - (stages - 1)  # the unit that the first stage receives from the last
-            keep = (s == 0) & (returned >= 0)
-            waiting = waiting.at[returned % micro].set(
-                jnp.where(keep, received_bxTxD, of(waiting, returned % micro))
-            )
+            slot, keep = returned % micro, (s == 0) & (returned >= 0)
+            kept_bxTxD = jnp.where(keep, received_bxTxD, of(waiting, slot))
+            waiting = waiting.at[slot].set(kept_bxTxD)
             return (waiting, received_bxTxD, sown), None
 
         _, new = jax.eval_shape(layers, of(params, 0), waiting_MxbxTxD[0], of(shared, 0), same, key)
         sown = jax.tree.map(lambda x: jnp.zeros((rounds, *x.shape), x.dtype), new)
         start = (waiting_MxbxTxD, jnp.zeros_like(waiting_MxbxTxD[0]), sown)
-        (done_MxbxTxD, _, sown), _ = jax.lax.scan(
-            step, start, jnp.arange(micro * rounds + stages - 1)
-        )
+        times = jnp.arange(micro * rounds + stages - 1)
+        (done_MxbxTxD, _, sown), _ = jax.lax.scan(step, start, times)
         return jax.lax.psum(jnp.where(s == 0, done_MxbxTxD, 0), axis), sown
 
     by_stage = P(None, axis)
-    run = jax.shard_map(
-        stage,
-        in_specs=(by_stage, P(), P(), P(), P()),
-        out_specs=(P(), by_stage),
-        axis_names={axis},
-        check_vma=False,
-    )
+    specs = {"in_specs": (by_stage, P(), P(), P(), P()), "out_specs": (P(), by_stage)}
+    run = jax.shard_map(stage, axis_names={axis}, check_vma=False, **specs)
     y_MxbxTxD, sown = run(params, cut(x_BxTxD), jax.tree.map(cut, shared), same, key)
-    y_BxTxD = constrain(
-        jnp.moveaxis(y_MxbxTxD, 0, 1).reshape(x_BxTxD.shape),
-        ("batch", "length", "activation_embed"),
-    )
+    y_BxTxD = jnp.moveaxis(y_MxbxTxD, 0, 1).reshape(x_BxTxD.shape)
+    y_BxTxD = constrain(y_BxTxD, ("batch", "length", "activation_embed"))
     return y_BxTxD, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]) / micro, sown)

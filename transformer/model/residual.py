@@ -67,9 +67,8 @@ class Residual(nn.Module):
         return constrain(y, ("batch", "stream", "activation_embed"))
 
     def _learned(self, name: str, start: float, shape: tuple[int, ...]) -> jax.Array:
-        init = nn.with_logical_partitioning(
-            nn.initializers.constant(start), ("norm",)[: len(shape)]
-        )
+        constant, names = nn.initializers.constant(start), ("norm",)[: len(shape)]
+        init = nn.with_logical_partitioning(constant, names)
         return self.param(name, init, shape, self.config.param_dtype)
 
 

@@ -50,6 +50,5 @@ def check_inside(field: str, ids: Ids, vocab_size: int) -> None:
         if isinstance(token, bool) or not isinstance(token, int):
             raise UserError(f"{field}: {token!r} is not a token id; use an int, or None")
         if not 0 <= token < vocab_size:
-            raise UserError(
-                f"{field}: {token} is not in a vocabulary of {vocab_size} tokens; use another id"
-            )
+            problem = f"{token} is not in a vocabulary of {vocab_size} tokens"
+            raise UserError(f"{field}: {problem}; use another id")

@@ -59,9 +59,8 @@ class Layer(nn.Module):
             sublayers[mixer.scope] = functools.partial(mix, part, module)
         if cfg.feed_forward_kind.exists:
             feed_forward = cfg.feed_forward_kind.build(cfg, **gains)(name="feed_forward")
-            sublayers["feed_forward"] = lambda h: feed_forward(
-                h, context.tokens, self.deterministic
-            )
+            options = context.tokens, self.deterministic
+            sublayers["feed_forward"] = lambda h: feed_forward(h, *options)
         steps = {f"{name}_residual": (f,) for name, f in sublayers.items()}
         if cfg.parallel:
             steps = {"residual": tuple(sublayers.values())}
@@ -138,9 +137,8 @@ class Stack(nn.Module):
         x_BxTxD = constrain(x_BxTxD, ("batch", "stream", "activation_embed"))
 
         key_tokens = tokens if cache is None else cache.append(tokens)
-        context = Context(
-            tokens, key_tokens, encoded_BxSxD, encoded_tokens, cache and cache.index, dropout_rate
-        )
+        source = encoded_BxSxD, encoded_tokens
+        context = Context(tokens, key_tokens, *source, cache and cache.index, dropout_rate)
         x_BxTxD, layers = self._layers(x_BxTxD, cache, schemes, context, deterministic)
         if cache is not None:
             index = cache.index + x_BxTxD.shape[1]
@@ -205,9 +203,8 @@ class Stack(nn.Module):
             return x_BxTxD, tuple(states) if cache is not None else None
         _, stages = axis_of("layers")
         micro, rounds = cfg.pipeline_microbatches or stages, cfg.pipeline_rounds
-        use_pipeline = (
-            stages > 1 and cache is None and not self.is_initializing() and not any_watched(self)
-        )
+        observed = self.is_initializing() or any_watched(self)
+        use_pipeline = stages > 1 and cache is None and not observed
         if use_pipeline and not pipeline.why_not(len(x_BxTxD), micro, rounds):
             return self._pipelined(x_BxTxD, schemes, context, deterministic, micro), None
         cut = (lambda x: x.reshape(rounds, -1, *x.shape[1:])) if rounds > 1 else (lambda x: x)
@@ -225,9 +222,8 @@ class Stack(nn.Module):
         """Returns a layer, rematerialized as `remat` sets, without its `name`."""
         cls = Layer
         if config.remat != "none":
-            cls = nn.remat(
-                Layer, policy=REMAT_POLICIES[config.remat], prevent_cse=not config.scan_layers
-            )
+            policy = REMAT_POLICIES[config.remat]
+            cls = nn.remat(Layer, policy=policy, prevent_cse=not config.scan_layers)
         return functools.partial(cls, config, self.side, out_gain, deterministic)
 
     def _out_gain(self) -> float:
@@ -255,14 +251,11 @@ class Stack(nn.Module):
         period = self.config.period(self.side)
         return schemes[:period] if period > 1 else schemes[0]
 
-    def _pipelined(
-        self, x_BxTxD, schemes, context: Context, deterministic, micro: int
-    ) -> jax.Array:
+    def _pipelined(self, x_BxTxD, schemes, context: Context, deterministic, micro) -> jax.Array:
         """Applies the layers sharded over "stage" (pipeline.py)."""
         cfg, (_, stages) = self.config, axis_of("layers")
-        to_batch = lambda tree: jax.tree.map(
-            lambda x: jnp.broadcast_to(x, (len(x_BxTxD), *x.shape[1:])), tree
-        )
+        repeat = lambda x: jnp.broadcast_to(x, (len(x_BxTxD), *x.shape[1:]))
+        to_batch = functools.partial(jax.tree.map, repeat)
         count = len(cfg.layers(self.side)) // cfg.period(self.side) // cfg.pipeline_rounds // stages
         module, args = self._loop(count, deterministic)
 
@@ -329,10 +322,9 @@ def _stacked(states: tuple, period: int) -> Any:
 
 def _unstacked(stacks: Any, count: int, period: int) -> tuple:
     """Returns the states of `count` layers: the inverse of `_stacked`."""
-    of = lambda i: jax.tree.map(
-        lambda x: x[i // period], stacks[i % period] if period > 1 else stacks
-    )
-    return tuple(of(i) for i in range(count))
+    stacks = stacks if period > 1 else (stacks,)
+    of = lambda i: jax.tree.map(lambda x: x[i // period], stacks[i % period])
+    return tuple(map(of, range(count)))
 
 
 def _scanned(cls: type[nn.Module], length: int, axis: str) -> type[nn.Module]:

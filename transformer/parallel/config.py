@@ -5,13 +5,8 @@ import dataclasses
 from transformer.checks import Effect, one_of, strict
 from transformer.errors import UserError
 
-_EFFECTS = (
-    Effect(
-        ("slices",),
-        "more than one device along that axis of the mesh",
-        lambda c: c.sizes[c.slices] != 1,
-    ),
-)
+_SEVERAL = "more than one device along that axis of the mesh"
+_EFFECTS = (Effect(("slices",), _SEVERAL, lambda c: c.sizes[c.slices] != 1),)
 
 
 @strict("mesh", _EFFECTS)
@@ -32,10 +27,8 @@ class MeshConfig:
         sizes = self.sizes
         for axis, size in sizes.items():
             if size < 1 and size != -1:
-                raise UserError(
-                    f"mesh.{axis}: {size} is not a number of devices; "
-                    "set 1 or more, or -1 for the remaining devices"
-                )
+                way_out = "set 1 or more, or -1 for the remaining devices"
+                raise UserError(f"mesh.{axis}: {size} is not a number of devices; {way_out}")
         if list(sizes.values()).count(-1) > 1:
             raise UserError(f"mesh: {sizes} has more than one -1; set at most one axis to -1")
 

@@ -33,9 +33,13 @@ def disable_tpu_search() -> None:
     libtpu may be installed only to plan. The search prints long warnings.
     """
     platforms = jax.config.jax_platforms  # type: ignore[attr-defined]
-    may_search = not platforms and importlib.util.find_spec("libtpu")
-    if may_search and not accelerator() and _no_tpu():
-        jax.config.update("jax_platforms", "cpu")
+    if platforms or not importlib.util.find_spec("libtpu") or accelerator():
+        return
+    with contextlib.suppress(ImportError):  # not part of JAX's public API
+        from jax._src.hardware_utils import num_available_tpu_chips_and_device_id as tpus
+
+        if not tpus()[0]:
+            jax.config.update("jax_platforms", "cpu")
 
 
 def check_platform(target: str) -> str:
@@ -46,10 +50,8 @@ def check_platform(target: str) -> str:
     except (RuntimeError, AssertionError) as e:
         platforms = jax.config.jax_platforms  # type: ignore[attr-defined]
         reason = (str(e).splitlines() or [f"no platform {platforms!r}"])[0]
-        raise UserError(
-            f"platform: JAX cannot start ({reason}); "
-            "check JAX_PLATFORMS, or install the extra [gpu] or [tpu]"
-        ) from None
+        way_out = "check JAX_PLATFORMS, or install the extra [gpu] or [tpu]"
+        raise UserError(f"platform: JAX cannot start ({reason}); {way_out}") from None
     backend = "gpu" if backend in ("cuda", "rocm") else backend
     if target == "auto" and backend == "cpu" and (found := accelerator()):
         raise UserError(
@@ -66,40 +68,29 @@ def check_platform(target: str) -> str:
     return backend
 
 
-def _no_tpu() -> bool:
-    """Returns whether no TPU is on the bus, by JAX's own search."""
-    try:
-        from jax._src.hardware_utils import num_available_tpu_chips_and_device_id as chips
-    except ImportError:  # not part of JAX's public API
-        return False
-    return not chips()[0]
-
-
 def make_mesh(config: MeshConfig, devices: list | None = None) -> Mesh:
     """Returns the mesh of all or these devices. Raises UserError if the axes do not fit them."""
     devices = jax.devices() if devices is None else devices
     processes = len({device.process_index for device in devices})
     sizes = config.sizes
+    axes = [f"mesh.{axis}={size}" for axis, size in sizes.items() if size != 1]
+    wanted, found = " ".join(axes) or "one device", f"there are {len(devices)}"
     fixed = math.prod(size for size in sizes.values() if size != -1)
     if -1 in sizes.values():
         if len(devices) % fixed:
-            raise UserError(
-                f"mesh: {_describe_sizes(sizes)} needs a multiple of {fixed} devices, "
-                f"but there are {len(devices)}; change the fixed axes"
-            )
+            needed = f"a multiple of {fixed} devices"
+            raise UserError(f"mesh: {wanted} needs {needed}, but {found}; change the fixed axes")
         left = len(devices) // fixed
         sizes = {axis: left if size == -1 else size for axis, size in sizes.items()}
     needed = math.prod(sizes.values())
     if needed > len(devices):
-        raise UserError(
-            f"mesh: {_describe_sizes(sizes)} needs {needed} devices, but there are {len(devices)} "
-            f"({devices[0].platform}); lower an axis or set it to -1"
-        )
+        found += f" ({devices[0].platform})"
+        way_out = "lower an axis or set it to -1"
+        raise UserError(f"mesh: {wanted} needs {needed} devices, but {found}; {way_out}")
     if needed < len(devices) and processes > 1:
-        raise UserError(
-            f"mesh: {_describe_sizes(sizes)} leaves {len(devices) - needed} of {len(devices)} "
-            f"devices idle in a run of {processes} processes; set an axis to -1"
-        )
+        idle = f"{len(devices) - needed} of {len(devices)} devices idle"
+        where = f"in a run of {processes} processes"
+        raise UserError(f"mesh: {wanted} leaves {idle} {where}; set an axis to -1")
     uses_all = needed == len(devices)
     placed = arrange(sizes, config.slices, devices) if uses_all else np.asarray(devices[:needed])
     types = (AxisType.Auto,) * len(sizes)
@@ -116,10 +107,9 @@ def arrange(sizes: dict[str, int], across: str, devices: list) -> np.ndarray:
     if slices == 1:
         return mesh_utils.create_device_mesh(tuple(sizes.values()), devices, **split)
     if sizes[across] % slices:
-        raise UserError(
-            f"mesh.{across}: {sizes[across]} is not divisible by {slices} slices; "
-            "make it a multiple, or choose another axis with mesh.slices"
-        )
+        way_out = "make it a multiple, or choose another axis with mesh.slices"
+        problem = f"{sizes[across]} is not divisible by {slices} slices"
+        raise UserError(f"mesh.{across}: {problem}; {way_out}")
     inner = [size // slices if axis == across else size for axis, size in sizes.items()]
     outer = [slices if axis == across else 1 for axis in sizes]
     return mesh_utils.create_hybrid_device_mesh(inner, outer, devices, **split)
@@ -137,11 +127,6 @@ def check_memory(shapes, mesh: Mesh, what: str) -> None:
             f"{format_bytes(limit)}; lower model.d_model or the number of layers, "
             "or shard the model with mesh.fsdp"
         )
-
-
-def _describe_sizes(sizes: dict[str, int]) -> str:
-    axes = [f"mesh.{axis}={size}" for axis, size in sizes.items() if size != 1]
-    return " ".join(axes) or "one device"
 
 
 @contextlib.contextmanager

@@ -51,14 +51,17 @@ def start_processes() -> bool:
     """
     if jax.distributed.is_initialized():
         return True
-    settings = _from_variables() or _from_cluster()
-    if settings is None:
+    if (settings := _from_variables() or _from_cluster()) is None:
         return False
     coordinator, count, index, _ = settings
     wait = _seconds("TRANSFORMER_WAIT", WAIT)
     heartbeat = _seconds("TRANSFORMER_HEARTBEAT", HEARTBEAT)
     connections = _connect(coordinator, count, index, wait)
-    _watch(connections)
+    for number, connection in connections.items():
+        connection.settimeout(None)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        args = number, connection, connections
+        threading.Thread(target=_listen, args=args, daemon=True).start()
     jax.config.update("jax_enable_preemption_service", False)  # it would handle SIGTERM
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     timeouts = {"initialization_timeout": int(wait), "heartbeat_timeout_seconds": int(heartbeat)}
@@ -72,16 +75,8 @@ _BYE = b"bye\n"
 """What a process sends when it ends without a fault."""
 
 
-def _watch(connections: dict[int, socket.socket]) -> None:
-    """Ends this process when a connection closes without a goodbye."""
-    for number, connection in connections.items():
-        connection.settimeout(None)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        args = number, connection, connections
-        threading.Thread(target=_listen, args=args, daemon=True).start()
-
-
 def _listen(number: int, connection: socket.socket, connections: dict[int, socket.socket]) -> None:
+    """Ends this process when the connection to another closes without a goodbye."""
     try:
         message = connection.recv(64)
     except ConnectionResetError:
@@ -158,39 +153,32 @@ def _from_variables() -> tuple[str, int, int, None] | None:
         return None
     for name, value in zip(names, values, strict=True):
         if not value or (name != names[0] and not value.isdecimal()):
-            raise UserError(
-                f"{name}: {value!r} is not valid; set {', '.join(names)} together: "
-                "host:port, a number, and a number from 0"
-            )
+            way_out = f"set {', '.join(names)} together: host:port, a number, and a number from 0"
+            raise UserError(f"{name}: {value!r} is not valid; {way_out}")
     coordinator, count, index = values[0], int(values[1]), int(values[2])
     host, _, port = coordinator.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65535:
-        raise UserError(
-            f"{names[0]}: {coordinator!r} is not host:port; set both, with a port below 65535"
-        )
+        way_out = "set both, with a port below 65535"
+        raise UserError(f"{names[0]}: {coordinator!r} is not host:port; {way_out}")
     if index >= count:
-        raise UserError(
-            f"{names[2]}: {index}, but there are {count} processes ({names[1]}); count from 0"
-        )
+        present = f"there are {count} processes ({names[1]})"
+        raise UserError(f"{names[2]}: {index}, but {present}; count from 0")
     return coordinator, count, index, None
 
 
 def _from_cluster() -> tuple[str, int, int, list[int] | None] | None:
     """Returns the settings that JAX detects in a cluster, or None outside of one."""
-    environment = os.environ
     several = (
-        int(environment.get("SLURM_STEP_NUM_TASKS", 1)) > 1
-        or int(environment.get("OMPI_COMM_WORLD_SIZE", 1)) > 1
-        or "," in environment.get("TPU_WORKER_HOSTNAMES", "")
-        or "MEGASCALE_COORDINATOR_ADDRESS" in environment
+        int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1
+        or int(os.environ.get("OMPI_COMM_WORLD_SIZE", 1)) > 1
+        or "," in os.environ.get("TPU_WORKER_HOSTNAMES", "")
+        or "MEGASCALE_COORDINATOR_ADDRESS" in os.environ
     )
     if not several and not os.path.exists("/dev/accel0") and not os.path.exists("/dev/vfio/0"):
         return None
-    from jax._src import clusters
+    from jax._src.clusters import ClusterEnv
 
-    detected = clusters.ClusterEnv.auto_detect_unset_distributed_params(
-        None, None, None, None, None, WAIT
-    )
+    detected = ClusterEnv.auto_detect_unset_distributed_params(None, None, None, None, None, WAIT)
     coordinator, count, _, _ = detected
     return detected if coordinator and count and count > 1 else None
 
@@ -212,10 +200,8 @@ def _connect(coordinator: str, count: int, index: int, wait: float) -> dict[int,
         socket.create_server(("", int(port))).close()  # JAX does not report that its port is in use
         server = socket.create_server(("", int(port) + 1))
     except OSError as e:
-        raise UserError(
-            f"process 0: port {port} or the port above it is in use ({e.strerror}); "
-            "choose another coordinator port"
-        ) from None
+        problem = f"port {port} or the port above it is in use ({e.strerror})"
+        raise UserError(f"process 0: {problem}; choose another coordinator port") from None
     with server:
         while len(hosts) < count and (remaining := deadline - time.monotonic()) > 0:
             server.settimeout(remaining)
@@ -226,15 +212,12 @@ def _connect(coordinator: str, count: int, index: int, wait: float) -> dict[int,
                 number, total, hostname = json.loads(_read_line(connection))
                 conflict = ""
                 if total != count:
-                    conflict = (
-                        f"process {number} on {hostname} is set up for {total} processes, "
-                        f"but process 0 for {count}; set the same number for all"
-                    )
+                    where = f"process {number} on {hostname}"
+                    counts = f"{total} processes, but process 0 for {count}"
+                    conflict = f"{where} is set up for {counts}; set the same number for all"
                 elif number in hosts:
-                    conflict = (
-                        f"process {number} runs twice, on {hosts[number]} and {hostname}; "
-                        "give each process a different number"
-                    )
+                    twice = f"process {number} runs twice, on {hosts[number]} and {hostname}"
+                    conflict = f"{twice}; give each process a different number"
                 if conflict:
                     _reply([connection], UserError(conflict))
                     continue
@@ -263,9 +246,7 @@ def _reply(connections: Iterable[socket.socket], problem: UserError | None) -> N
                 connection.close()
 
 
-def _connect_to_first(
-    host: str, port: int, index: int, count: int, deadline: float, wait: float
-) -> socket.socket:
+def _connect_to_first(host: str, port: int, index: int, count: int, deadline: float, wait: float):
     """Connects to process 0, and returns the connection once all processes have arrived."""
     while True:
         try:
@@ -375,9 +356,8 @@ def agree(what: str, value: str) -> None:
     """Raises UserError, which names `what`, unless `value` is the same on all processes."""
     values = gather_from_all(np.frombuffer(value.encode()[:64].ljust(64), np.uint8))
     if different := [i for i, other in enumerate(values) if not np.array_equal(other, values[0])]:
-        raise UserError(
-            f"{what} differs between processes 0 and {different[0]}; use the same on all"
-        )
+        where = f"between processes 0 and {different[0]}"
+        raise UserError(f"{what} differs {where}; use the same on all")
 
 
 def max_over_processes(kind: int) -> int:

@@ -97,6 +97,11 @@ class Share:
         return {name: to_global(x) for name, x in batch.items()}
 
 
+def place(x: np.ndarray, sharding: NamedSharding) -> jax.Array:
+    """Returns a sharded array, of which every process holds the whole value `x`."""
+    return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+
+
 def _is_box(x) -> bool:
     return isinstance(x, meta.AxisMetadata)
 
@@ -116,12 +121,11 @@ def shardings(abstract_boxed, mesh: Mesh):
     table = dict(RULES)
 
     def sharding_of(path, leaf):
+        wrong = lambda problem: UserError(f"{path_name(path)}: {problem}")
         if not _is_box(leaf):
             if leaf.size > 1:
-                raise UserError(
-                    f"{path_name(path)}: a parameter without logical axes; wrap its initializer in "
-                    "nn.with_logical_partitioning(initializer, names)"
-                )
+                way_out = "wrap its initializer in nn.with_logical_partitioning(initializer, names)"
+                raise wrong(f"a parameter without logical axes; {way_out}")
             return NamedSharding(mesh, P())
         names, shape = leaf.names, leaf.value.shape
         # A small optimizer statistic whose dimensions are not its parameter's (Adafactor)
@@ -130,25 +134,19 @@ def shardings(abstract_boxed, mesh: Mesh):
         spec, used = [], set()
         for name, size in zip(names, shape, strict=True):
             if name is not None and name not in table:
-                raise UserError(
-                    f"{path_name(path)}: the sharding table has no logical name {name!r}; "
-                    f"{nearest(name, table)}"
-                )
+                way_out = nearest(name, table)
+                raise wrong(f"the sharding table has no logical name {name!r}; {way_out}")
             axes = table.get(name)
             axes = (axes,) if isinstance(axes, str) else axes or ()
             # A dimension of size 1, such as a single head, is replicated.
             axes = tuple(axis for axis in axes if mesh.shape[axis] > 1) if size > 1 else ()
             if clash := used & set(axes):
-                raise UserError(
-                    f"{path_name(path)}: two of its dimensions {names} map to mesh axis "
-                    f"{clash.pop()!r}; change a name or RULES"
-                )
+                problem = f"two of its dimensions {names} map to mesh axis {clash.pop()!r}"
+                raise wrong(f"{problem}; change a name or RULES")
             if size % (parts := math.prod(mesh.shape[axis] for axis in axes)):
-                raise UserError(
-                    f"{path_name(path)}: dimension {name!r} of size {size} is not divisible by "
-                    f"{parts} devices ({' x '.join(f'mesh.{a}={mesh.shape[a]}' for a in axes)}); "
-                    "change the size or the mesh"
-                )
+                devices = " x ".join(f"mesh.{axis}={mesh.shape[axis]}" for axis in axes)
+                problem = f"size {size} is not divisible by {parts} devices ({devices})"
+                raise wrong(f"dimension {name!r} of {problem}; change the size or the mesh")
             used |= set(axes)
             spec.append(axes if len(axes) > 1 else axes[0] if axes else None)
         while spec and spec[-1] is None:

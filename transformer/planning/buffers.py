@@ -56,10 +56,9 @@ def _element(
     That is what a loop computed or, if its body returns the element unchanged, its argument.
     """
     producer, index = computation[op.operands[0]], op.index
-    if producer.opcode == "parameter":  # an argument of a loop's body
-        return None
     if producer.opcode == "tuple":
-        return _origins(producer.operands[index], computation, program, sizes)
+        _origins(producer.operands[index], computation, program, sizes)
+        return
     if producer.opcode == "while":
         body = program.computations[producer.called("body")]
         root = next(inner_op for inner_op in body.values() if inner_op.root)
@@ -68,10 +67,10 @@ def _element(
             argument = computation[producer.operands[0]]
             if argument.opcode == "tuple":
                 _origins(argument.operands[index], computation, program, sizes)
-            return None
-    if "transpose(" not in producer.source:
+            return
+    # A parameter is an argument of a loop's body.
+    if producer.opcode != "parameter" and "transpose(" not in producer.source:
         sizes[op.name] = op.hbm_bytes
-    return None
 
 
 def largest(program: HloProgram, max_arrays: int = 8) -> list[tuple[float, str, str]]:

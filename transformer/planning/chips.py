@@ -91,58 +91,46 @@ class Topology:
 
 def topology(text: str, slices: int = 1) -> Topology:
     """Parses `v5p:4x4x8` (shape), `v5p-256` (name), `h100:64` or `cpu:8`. Raises UserError."""
+    wrong = lambda problem: UserError(f"--topology: {text!r} {problem}")
     match = re.fullmatch(r"([a-z0-9]+?)(?:litepod)?([:-])(\d+(?:x\d+)*)", text.strip().lower())
     if not match:
-        raise UserError(
-            f"--topology: {text!r} is not a machine; write v5p:4x4x8, v5p-256, h100:64 or cpu:8; "
-            f"the chips are {', '.join(CHIPS)}"
-        )
+        way_out = f"write v5p:4x4x8, v5p-256, h100:64 or cpu:8; the chips are {', '.join(CHIPS)}"
+        raise wrong(f"is not a machine; {way_out}")
     kind, separator, size = match.groups()
     kind = {"v5": "v5e"}.get(kind, kind)
     if kind not in CHIPS:
         raise UserError(f"--topology: no chip {kind!r}; choose from: {', '.join(CHIPS)}")
     chip, shape = CHIPS[kind], tuple(map(int, size.split("x")))
-    if slices < 1 or (slices > 1 and not chip.axes):
-        raise UserError(
-            f"--slices: {slices} "
-            + ("is for TPUs only; leave it out" if slices > 1 else "is too small; set 1 or more")
-        )
+    if slices < 1:
+        raise UserError(f"--slices: {slices} is too small; set 1 or more")
+    if slices > 1 and not chip.axes:
+        raise UserError(f"--slices: {slices} is for TPUs only; leave it out")
     if not all(shape):
-        raise UserError(f"--topology: {text!r} has no chips; set every size to 1 or more")
+        raise wrong("has no chips; set every size to 1 or more")
     if not chip.axes:
         if len(shape) > 1:
-            raise UserError(
-                f"--topology: {text!r} has a shape, but {chip.title}s have none; "
-                f"write their number, {kind}:{math.prod(shape)}"
-            )
+            way_out = f"write their number, {kind}:{math.prod(shape)}"
+            raise wrong(f"has a shape, but {chip.title}s have none; {way_out}")
         return Topology(kind, shape)
+    example, of_a_slice = f"{kind}:{'x'.join(['4'] * chip.axes)}", f"a {chip.title} slice has"
     if separator == "-":
         count = shape[0] // chip.cores
         if len(shape) > 1 or shape[0] % chip.cores or count & (count - 1):
-            raise UserError(
-                f"--topology: {text!r} does not exist; the number after the dash is a power of two"
-                f"{', twice the number of chips' if chip.cores > 1 else ''}; "
-                f"or write the shape, {kind}:{'x'.join(['4'] * chip.axes)}"
-            )
+            power = "a power of two" + ", twice the number of chips" * (chip.cores > 1)
+            way_out = f"the number after the dash is {power}; or write the shape, {example}"
+            raise wrong(f"does not exist; {way_out}")
         shape = _usual_shape(count, chip.axes)
     if len(shape) != chip.axes:
-        raise UserError(
-            f"--topology: {text!r} has the wrong number of axes; a {chip.title} slice has "
-            f"{chip.axes} axes, like {kind}:{'x'.join(['4'] * chip.axes)}"
-        )
+        way_out = f"{of_a_slice} {chip.axes} axes, like {example}"
+        raise wrong(f"has the wrong number of axes; {way_out}")
     if math.prod(shape) > chip.pod[0] or max(shape) > chip.pod[1]:
-        raise UserError(
-            f"--topology: {text!r} is too large; a {chip.title} slice has "
-            f"{chip.pod[0]:,} chips at most, {chip.pod[1]} along an axis; "
-            "use several slices with --slices"
-        )
+        limit = f"{of_a_slice} {chip.pod[0]:,} chips at most, {chip.pod[1]} along an axis"
+        raise wrong(f"is too large; {limit}; use several slices with --slices")
     return Topology(kind, shape, slices)
 
 
 def _usual_shape(count: int, axes: int) -> tuple[int, ...]:
     """Returns the shape of a slice of 2^n chips: as even as possible, ascending, ones last."""
-    shape = [1] * axes
-    while math.prod(shape) < count:
-        axis = len(shape) - 1 - shape[::-1].index(min(shape))
-        shape[axis] *= 2
+    quotient, remainder = divmod(count.bit_length() - 1, axes)
+    shape = [2 ** (quotient + (axis < remainder)) for axis in range(axes)]
     return tuple(sorted(shape, key=lambda n: (n == 1, n)))

@@ -34,9 +34,8 @@ def collectives(program: HloProgram) -> list[Collective]:
     """Returns all collectives of a program."""
     collectives = []
     for op, computation, times, fused in program.runs:
-        if op.opcode == "send" and (
-            transfer := re.search(r'_xla_megascale_transfer_type="(\w+)"', op.attributes)
-        ):
+        transfer = re.search(r'_xla_megascale_transfer_type="(\w+)"', op.attributes)
+        if op.opcode == "send" and transfer:
             size = sum(array.bytes for array in computation[op.operands[0]].arrays)
             kind = transfer.group(1).lower().replace("_", "-")
             no_groups = np.zeros((0, 0), int)

@@ -92,10 +92,8 @@ def _plain(model: ModelConfig) -> ModelConfig:
             return spec
         return FrozenDict({k: v for k, v in spec.items() if k != "capacity_factor"})
 
-    pattern = [
-        {k: dropless(v) if k == "feed_forward" else v for k, v in layer.items()}
-        for layer in model.layer_pattern
-    ]
+    plain_entry = lambda k, v: dropless(v) if k == "feed_forward" else v
+    pattern = [{k: plain_entry(k, v) for k, v in x.items()} for x in model.layer_pattern]
     plain = {"attention_backend": "reference", "pipeline_microbatches": 0, "remat": "none"}
     feed_forward, pattern = dropless(model.feed_forward), tuple(map(FrozenDict, pattern))
     return model.part(**plain, feed_forward=feed_forward, layer_pattern=pattern)

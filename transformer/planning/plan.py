@@ -149,10 +149,8 @@ def make_plan(
     programs = Programs(config, devices)
     mesh_devices, parts = list(programs.mesh.devices.flat), {}
     if not set(only) & set(programs.names):
-        raise UserError(
-            f"--only: this experiment has no program {' or '.join(only)}; "
-            f"choose from {', '.join(programs.names)}"
-        )
+        way_out = f"choose from {', '.join(programs.names)}"
+        raise UserError(f"--only: this experiment has no program {' or '.join(only)}; {way_out}")
     for name in programs.names:
         if name not in only:
             continue

@@ -80,10 +80,8 @@ def start(topology: Topology) -> list:
             )
         return devices[: topology.devices]
     if importlib.util.find_spec("libtpu") is None:
-        raise UserError(
-            "--topology: the TPU compiler is not installed; "
-            "run pip install -e '.[tpu]' (no TPU is needed)"
-        )
+        way_out = "run pip install -e '.[tpu]' (no TPU is needed)"
+        raise UserError(f"--topology: the TPU compiler is not installed; {way_out}")
     # Without these, libtpu queries Google Cloud's metadata server, warns that there is none, and
     # claims a TPU for this process alone.
     os.environ |= {

@@ -40,8 +40,10 @@ def search(
     """
     plans: list[Plan] = []
     reasons = collections.Counter()
-    size = _num_parameters(config)
-    state = _state_bytes(config, size)
+    size = sum(math.prod(x.shape) for x in jax.tree.leaves(abstract_params(config.model)))
+    # Parameters, gradients, optimizer moments and the moving average
+    copies = 2 + config.optimizer.rule.moments + bool(config.train.ema_decay)
+    state = size * (4 if config.model.param_dtype == "float32" else 2) * copies
     room = topology.chip.hbm / topology.chip.devices if topology.chip.hbm else math.inf
     rung = 0  # the rung on which the previous mesh fit; the next mesh needs about as much
     for mesh in sorted(_meshes(config, topology), key=lambda mesh: _sent_bytes(config, size, mesh)):
@@ -138,17 +140,6 @@ def _parts(mesh: dict[str, int]) -> int:
 def _replicas(mesh: dict[str, int]) -> int:
     """Returns the number of parts into which the sequences of a batch are split."""
     return mesh["data"] * mesh["stage"] * mesh["fsdp"] * mesh["expert"]
-
-
-def _num_parameters(config: Experiment) -> float:
-    """Returns the number of parameters."""
-    return sum(math.prod(x.shape) for x in jax.tree.leaves(abstract_params(config.model)))
-
-
-def _state_bytes(config: Experiment, size: float) -> float:
-    """Returns the bytes of parameters, gradients, optimizer moments and the moving average."""
-    moments = config.optimizer.rule.moments + bool(config.train.ema_decay)
-    return size * (4 if config.model.param_dtype == "float32" else 2) * (2 + moments)
 
 
 def _tokens(config: Experiment, mesh: dict[str, int]) -> float:

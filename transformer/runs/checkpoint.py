@@ -57,9 +57,8 @@ class Checkpoints:
         handlers["host"] = ocp.JsonCheckpointHandler()
         for handler in handlers.values():
             handler.restore = _returning_failures(handler.restore)
-        self._manager = ocp.CheckpointManager(
-            self.folder.resolve(), options=options, item_handlers=handlers
-        )
+        folder = self.folder.resolve()
+        self._manager = ocp.CheckpointManager(folder, options=options, item_handlers=handlers)
         self._abstract: dict[str, Any] = {}  # shapes and shardings of the items being saved
         self._intact: set[int] = set()  # steps that this process has verified
 
@@ -75,17 +74,18 @@ class Checkpoints:
         `loop` is the state of the training loop, `layout` that of the model's layers, both as JSON.
         """
         items = _items(state)
-        self._abstract = jax.tree.map(_abstract, items)
+        shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+        self._abstract = jax.tree.map(shape, items)
         with disk_errors(self.folder):
             self._finish()
             self._prune()
             check_disk_space(Path(self.folder), size(state), "a checkpoint")
             self._write(step, items, Record(step, describe(items), loop, layout))
 
-    def save_params(self, params, step: int = 0) -> None:
+    def save_params(self, params) -> None:
         """Saves only parameters. They can be used and trained from, but training cannot resume."""
         with disk_errors(self.folder):
-            self._write(step, {"params": params}, Record(step, describe({"params": params})))
+            self._write(0, {"params": params}, Record(0, describe({"params": params})))
 
     def _write(self, step: int, items: dict, record: Record) -> None:
         arrays = {name: ocp.args.PyTreeSave(tree) for name, tree in items.items()}
@@ -150,20 +150,20 @@ class Checkpoints:
         self._intact.add(step)
         return TrainState(params=items["params"], ema=items.get("ema"), **items["rest"]), record
 
-    def restore_params(self, abstract_params, *, item: str = "params", mean_of: int = 1):
-        """Returns only parameters, or their moving average: the mean of `mean_of` checkpoints."""
+    def evaluation_params(self, abstract_params):
+        """Returns the parameters that an evaluation of the run uses, as the config sets them.
+
+        They are the moving average (`train.ema_decay`), or else the mean of the last
+        `train.average_checkpoints` checkpoints.
+        """
+        ema = self._config.ema_decay > 0
+        item, mean_of = ("ema", 1) if ema else ("params", self._config.average_checkpoints)
         total, steps = None, self.steps[-max(mean_of, 1) :]
         for step in steps:
             with _advise_reader():
                 params = self._read(step, self._record(step), {item: abstract_params})[item]
             total = params if total is None else jax.tree.map(jnp.add, total, params)
         return total if len(steps) == 1 else jax.tree.map(lambda x: x / len(steps), total)
-
-    def evaluation_params(self, abstract_params):
-        """Returns the parameters that an evaluation of the run uses, as the config sets them."""
-        if self._config.ema_decay:
-            return self.restore_params(abstract_params, item="ema")
-        return self.restore_params(abstract_params, mean_of=self._config.average_checkpoints)
 
     def layout(self, model: ModelConfig) -> ModelConfig:
         """Returns `model` with the layout of layers that the latest checkpoint has."""
@@ -179,10 +179,8 @@ class Checkpoints:
         """Reads items and compares their names, shapes, dtypes and values with the record."""
         record.check_same_model(f"{self.folder}/{step}", abstract)
         with self._reading(step):
-            restore = lambda tree: ocp.args.PyTreeRestore(
-                tree, ocp.checkpoint_utils.construct_restore_args(tree)
-            )
-            args = {name: restore(tree) for name, tree in abstract.items()}
+            how = ocp.checkpoint_utils.construct_restore_args
+            args = {k: ocp.args.PyTreeRestore(tree, how(tree)) for k, tree in abstract.items()}
             items = _restored(self._manager, step, args)
         with self._reading(step):
             record.check_values(items)
@@ -298,10 +296,6 @@ def _items(state: TrainState) -> dict:
     return items if state.ema is None else items | {"ema": state.ema}
 
 
-def _abstract(x: jax.Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
-
-
 def _parts(items: Mapping[str, Any], limit: int) -> Iterator[dict[str, Any]]:
     """Splits the arrays of the items into parts of at most `limit` bytes, or one array.
 
@@ -324,13 +318,6 @@ def _without_empty(items: dict[str, Any]) -> dict[str, Any]:
     return {name: tree for name, tree in items.items() if not is_empty(tree)}
 
 
-@dataclasses.dataclass(frozen=True)
-class _Failure:
-    """Stands for an item that this process failed to restore."""
-
-    error: Exception
-
-
 def _returning_failures(restore: Callable) -> Callable:
     """Wraps `restore` so that it returns its error instead of raising it.
 
@@ -343,7 +330,7 @@ def _returning_failures(restore: Callable) -> Callable:
             return restore(*args, **kwargs)
         except Exception as e:
             e.__cause__ = e.__context__ = None
-            return _Failure(e.with_traceback(None))
+            return e.with_traceback(None)
 
     return guarded
 
@@ -352,8 +339,8 @@ def _restored(manager: ocp.CheckpointManager, step: int, args: Mapping[str, Any]
     """Restores the items. Raises the error of this process if one failed."""
     items = manager.restore(step, args=ocp.args.Composite(**args))
     for name in args:
-        if isinstance(items.get(name), _Failure):
-            raise items[name].error
+        if isinstance(items.get(name), Exception):
+            raise items[name]
         if items.get(name) is None:
             raise Damaged(f"{name!r} is missing")
     return {name: items[name] for name in args}

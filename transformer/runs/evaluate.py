@@ -20,7 +20,7 @@ from transformer.errors import UserError
 from transformer.evaluation.loss import evaluate_loss
 from transformer.evaluation.measure import measure
 from transformer.evaluation.subject import Snapshot, Subject
-from transformer.evaluation.translation import exact, score, translate_and_score
+from transformer.evaluation.translation import exact, group, score
 from transformer.files import write_atomic
 from transformer.mapping import to_mapping
 from transformer.model.network import build_model
@@ -68,15 +68,18 @@ class LoadedRun:
         return build_model(self.config.model)
 
 
-def load_trained(workdir: str | os.PathLike, config: Experiment, mesh: Mesh) -> LoadedRun:
-    """Loads the parameters of a run's last checkpoint or, if the config says so, an average."""
+def load_trained(
+    workdir: str | os.PathLike, config: Experiment, mesh: Mesh, option: str = "workdir"
+) -> LoadedRun:
+    """Loads the parameters of a run's last checkpoint or, if the config says so, an average.
+
+    `option` precedes errors: the setting that names the run.
+    """
     workdir, train = Path(workdir), config.train
     checkpoints = Checkpoints(workdir, train) if (workdir / "checkpoints").exists() else None
     if not checkpoints or not checkpoints.steps:
-        raise UserError(
-            f"workdir: {workdir} has no checkpoint yet; continue training, or set "
-            "train.checkpoint_every"
-        )
+        way_out = "continue training, or set train.checkpoint_every"
+        raise UserError(f"{option}: {workdir} has no checkpoint yet; {way_out}")
     config = dataclasses.replace(config, model=checkpoints.layout(config.model))
     optimizer = build_optimizer(config.optimizer, train.steps, config.model)
     abstract, shardings = abstract_state(config, build_model(config.model), optimizer, mesh)
@@ -110,12 +113,11 @@ def evaluate(trained: LoadedRun, mesh: Mesh, part: str = "test") -> dict:
     text = data.store.meta[part] if objective.scores_every_token else None
     metrics = evaluate_loss(eval_step, trained.params, batches, share, text=text)
     report = {"step": trained.step, "part": part}
-    if objective.generates_text:
-        report["decoding"] = to_mapping(config.decoding)
     if objective.scores_every_token:
         report["eval_overlap"] = config.data.eval_overlap
     generated = Written()
     if objective.generates_text:
+        report["decoding"] = to_mapping(config.decoding)
         generate = Generator(config, trained.params, trained.tokenizer)
         write = _translate if objective.has_pairs else _continue
         generated = write(generate, data.store.examples(part), config)
@@ -156,17 +158,19 @@ def _continue(generate: Generator, examples: Sequence, config: Experiment) -> Wr
 def _translate(generate: Generator, examples: Sequence, config: Experiment) -> Written:
     """Translates every source and scores it against all its references."""
     start = time.perf_counter()
+    sources, references = group(examples)
+    count = len(sources)
+    hypotheses = generate(sources, lambda done: _show_progress(done, count))
     scorer = exact if config.data.format == "probe" else score
-    *texts, scores, signatures = translate_and_score(generate, examples, scorer, _show_progress)
-    count = len(texts[0])
-    speed = count / (time.perf_counter() - start)
+    scores, signatures = scorer(hypotheses, references)
+    texts, speed = (sources, hypotheses, references), count / (time.perf_counter() - start)
     samples = []
-    for source, hypothesis, references in zip(*texts, strict=True):
+    for source, hypothesis, accepted in zip(*texts, strict=True):
         sample = f"source     {source}\nmodel      {hypothesis}\n"
-        samples.append(sample + "".join(f"reference  {text}\n" for text in references))
+        samples.append(sample + "".join(f"reference  {text}\n" for text in accepted))
     scores |= {"sentences": count, "sentences_per_second": speed}
     left_out = {"sources were cut to translate them": generate.cut} if generate.cut else {}
-    return Written(samples, scores, signatures, left_out, tuple(texts))
+    return Written(samples, scores, signatures, left_out, texts)
 
 
 def _check_text(workdir: Path, data: Data, part: str) -> None:
@@ -178,10 +182,8 @@ def _check_text(workdir: Path, data: Data, part: str) -> None:
     except (KeyError, TypeError):
         raise UserError(f"{workdir / 'manifest.json'}: damaged (no data.{part}.sha256)") from None
     if recorded != current:
-        raise UserError(
-            f"workdir: the {part} text has changed since {workdir} was trained; restore it to "
-            "get comparable results"
-        )
+        problem = f"the {part} text has changed since {workdir} was trained"
+        raise UserError(f"workdir: {problem}; restore it to get comparable results")
 
 
 def _show_progress(done: int, total: int) -> None:

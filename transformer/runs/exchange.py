@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import math
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -22,13 +21,14 @@ from transformer.data.tokenizer import (
     load_tokenizer,
 )
 from transformer.errors import UserError
-from transformer.files import disk_errors, read_json
+from transformer.files import new_folder, read_json
 from transformer.mapping import apply_overrides
 from transformer.model.config import ModelConfig
 from transformer.model.layout import flatten
 from transformer.model.network import build_model
 from transformer.model.special_tokens import as_tuple
 from transformer.parallel.mesh import check_memory, start, use
+from transformer.parallel.sharding import place
 from transformer.runs import rundir
 from transformer.runs.checkpoint import Checkpoints
 from transformer.runs.evaluate import load_trained
@@ -55,29 +55,19 @@ def from_hf(directory: Path, workdir: Path, overrides: Mapping[str, str]) -> Exp
     config = apply_overrides(_experiment(model, tokenizer_config), overrides)
     if tokenizer is not None:
         check_special_tokens(config.model, tokenizer)
-    workdir.parent.mkdir(parents=True, exist_ok=True)
-    with (
-        use(start(config.platform, config.mesh)) as mesh,
-        disk_errors(workdir),
-        tempfile.TemporaryDirectory(dir=workdir.parent, prefix=workdir.name + ".") as unfinished,
-    ):
+    with use(start(config.platform, config.mesh)) as mesh, new_folder(workdir) as unfinished:
         optimizer = build_optimizer(config.optimizer, 1, config.model)
         abstract, shardings = abstract_state(config, build_model(config.model), optimizer, mesh)
         check_memory(abstract.params, mesh, "parameters")
         sharding_of = flatten(shardings.params)
-        put = lambda path, x: jax.make_array_from_callback(
-            x.shape, sharding_of[path], lambda index: x[index]
-        )
+        put = lambda path, x: place(x, sharding_of[path])
         params = read_params(family, config.model, tensors, put)
-        finished, origin = Path(unfinished) / "run", {"converted_from": str(directory.resolve())}
+        origin = {"converted_from": str(directory.resolve())}
         parameters = sum(math.prod(x.shape) for x in jax.tree.leaves(params))
-        rundir.record_start(finished, config, mesh, parameters, tokenizer, origin)
-        checkpoints = Checkpoints(finished, config.train)
+        rundir.record_start(unfinished, config, mesh, parameters, tokenizer, origin)
+        checkpoints = Checkpoints(unfinished, config.train)
         checkpoints.save_params(params)
         checkpoints.close()
-        if workdir.exists():
-            workdir.rmdir()
-        finished.rename(workdir)
     return config
 
 
@@ -100,9 +90,7 @@ def _with_special_tokens(model: ModelConfig, tokenizer: Tokenizer) -> ModelConfi
     return dataclasses.replace(model, **unset)
 
 
-def _tokenizer_config(
-    hf_config: Mapping, model: ModelConfig, source_begins: bool
-) -> TokenizerConfig:
+def _tokenizer_config(hf_config: Mapping, model: ModelConfig, source_begins) -> TokenizerConfig:
     """Returns the special tokens that config.json sets; -1 where the tokenizer's own token is used.
 
     Of several end tokens, the tokenizer writes the first. It also pads if there is no padding.
@@ -124,10 +112,9 @@ def _tokenizer_config(
 def _experiment(model: ModelConfig, tokenizer_config: TokenizerConfig) -> Experiment:
     """Returns the experiment for the config.json of a converted model."""
     if not model.lm_head and not model.num_labels:  # its objective would require train.init_from
-        raise UserError(
-            f"this {model.family} has no head; a run needs a language-model head or a classifier, "
-            "so convert a model that has one"
-        )
+        needed = "a run needs a language-model head or a classifier"
+        way_out = "convert a model that has one"
+        raise UserError(f"this {model.family} has no head; {needed}, so {way_out}")
     objectives = {"encoder": "masked_lm", "decoder": "causal_lm", "encoder_decoder": "seq2seq"}
     objective = objectives[model.family]
     if not model.lm_head:

@@ -23,10 +23,8 @@ def check_stages(model: ModelConfig, mesh: Mesh) -> None:
     if stages == 1:
         return
     if not model.scan_layers:
-        raise UserError(
-            f"mesh.stage: {stages}, but layers are not scanned; set model.scan_layers=True, or "
-            "mesh.stage=1"
-        )
+        way_out = "set model.scan_layers=True, or mesh.stage=1"
+        raise UserError(f"mesh.stage: {stages}, but layers are not scanned; {way_out}")
     for side in model.sides:
         periods = model.num_layers(side) // model.period(side)
         if periods % (stages * model.pipeline_rounds):
@@ -36,10 +34,8 @@ def check_stages(model: ModelConfig, mesh: Mesh) -> None:
                 f"{count(model.period(side), 'layer')}; change one of them"
             )
     if model.pipeline_rounds > 1 and 0 < model.pipeline_microbatches < stages:
-        raise UserError(
-            f"model.pipeline_microbatches: {model.pipeline_microbatches} is fewer than mesh.stage; "
-            f"use at least {stages}, or 0"
-        )
+        problem = f"{model.pipeline_microbatches} is fewer than mesh.stage"
+        raise UserError(f"model.pipeline_microbatches: {problem}; use at least {stages}, or 0")
 
 
 def check_divisibility(config: Experiment, mesh: Mesh) -> None:
@@ -52,34 +48,30 @@ def check_divisibility(config: Experiment, mesh: Mesh) -> None:
     specs = [entry.get("mixer", model.mixer) for entry in model.used_pattern]
     specs = [spec for spec in specs if MIXERS.build(spec).in_order]
     if mesh.shape["context"] > 1 and specs:
-        raise UserError(
-            f"mesh.context: {mesh.shape['context']}, but model.mixer = {plain(specs[0])!r} reads "
-            "tokens sequentially; set mesh.context=1"
-        )
+        problem = f"model.mixer = {plain(specs[0])!r} reads tokens sequentially"
+        size = mesh.shape["context"]
+        raise UserError(f"mesh.context: {size}, but {problem}; set mesh.context=1")
     parts = 2 * mesh.shape["context"] if mesh.shape["context"] > 1 else 1  # two chunks per device
     for width in config.data.buckets or (config.data.length,):
         decoder_width = width * config.data.decoder_length // config.data.length
         for field, tokens in (("length", width), ("target_length", decoder_width)):
             if tokens % parts:
-                raise UserError(
-                    f"data.{field}: {tokens} tokens do not divide over 2 * mesh.context = {parts} "
-                    "parts of a sequence; change one of them"
-                )
+                over = f"2 * mesh.context = {parts} parts of a sequence"
+                problem = f"{tokens} tokens do not divide over {over}"
+                raise UserError(f"data.{field}: {problem}; change one of them")
         sequences = config.data.batch_size * config.data.length // width
         factors = {f"mesh.{axis}": mesh.shape[axis] for axis in BATCH_AXES}
         factors["train.accumulate"] = config.train.accumulate
         if stages > 1:
-            # Sequences are sharded over stages outside of the layers and split into micro-batches
-            # inside.
+            # Sequences are sharded over stages outside of the layers, and split inside of them.
             factors["mesh.stage"] = math.lcm(stages, model.pipeline_microbatches or stages)
         factors = {name: factor for name, factor in factors.items() if factor > 1}
         if sequences % math.prod(factors.values()):
             stage = "(mesh.stage and model.pipeline_microbatches)"
             by = " * ".join(factors).replace("mesh.stage", stage)
-            raise UserError(
-                f"data.batch_size: {sequences} sequences of {width} tokens do not divide over "
-                f"{by} = {' * '.join(map(str, factors.values()))}"
-            )
+            by += f" = {' * '.join(map(str, factors.values()))}"
+            problem = f"{sequences} sequences of {width} tokens do not divide over {by}"
+            raise UserError(f"data.batch_size: {problem}")
 
 
 def check_rounds(config: Experiment, mesh: Mesh) -> None:

@@ -5,16 +5,13 @@ initialize each other. A mismatch is an error unless the config lists the parame
 anew and to drop.
 """
 
-import dataclasses
 import fnmatch
 import hashlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from transformer.config import Experiment, TrainConfig
@@ -22,11 +19,10 @@ from transformer.convert import open_hf
 from transformer.data.tokenizer import find_tokenizer
 from transformer.errors import UserError
 from transformer.model.layout import flatten, join, layer_shapes, part, unflatten, where
-from transformer.model.network import build_model
-from transformer.runs.checkpoint import Checkpoints
+from transformer.parallel.sharding import place
+from transformer.runs.evaluate import load_trained
 from transformer.runs.rundir import load_config
-from transformer.training.optimizer import build_optimizer
-from transformer.training.state import TrainState, abstract_state
+from transformer.training.state import TrainState
 
 
 def start_from(
@@ -53,50 +49,35 @@ def check_source(directory: str) -> None:
     """Raises UserError if `train.init_from` is neither a run nor a Hugging Face directory."""
     path = Path(directory)
     if not ((path / "checkpoints").is_dir() or (path / "config.json").is_file()):
-        raise UserError(
-            f"train.init_from: {directory} is neither a run (checkpoints/) nor a Hugging Face "
-            "directory (config.json)"
-        )
+        kinds = "a run (checkpoints/) nor a Hugging Face directory (config.json)"
+        raise UserError(f"train.init_from: {directory} is neither {kinds}")
 
 
 def check_tokenizer(directory: str, sha256: str) -> None:
     """Raises UserError if a run has another tokenizer: its embeddings are of other tokens."""
     file = find_tokenizer(directory)
     if file is not None and hashlib.sha256(file.read_bytes()).hexdigest() != sha256:
-        raise UserError(
-            f"train.init_from: {directory} was trained with another tokenizer; set "
-            f"data.tokenizer.path={file} to use it here"
-        )
+        way_out = f"set data.tokenizer.path={file} to use it here"
+        problem = f"{directory} was trained with another tokenizer"
+        raise UserError(f"train.init_from: {problem}; {way_out}")
 
 
-def _source(
-    directory: Path, mesh: Mesh
-) -> tuple[Mapping[str, tuple[int, ...]], Callable[[str], Any]]:
+def _source(directory: Path, mesh: Mesh) -> tuple[Mapping, Callable[[str], jax.Array]]:
     """Returns the shapes of the source by unrolled name, and a function name -> parameter."""
     if (directory / "checkpoints").is_dir():
-        config = load_config(directory)
-        checkpoints = Checkpoints(directory, config.train)
-        if not checkpoints.steps:
-            raise UserError(f"train.init_from: {directory} has no checkpoint yet")
-        config = dataclasses.replace(config, model=checkpoints.layout(config.model))
-        optimizer = build_optimizer(config.optimizer, config.train.steps, config.model)
-        abstract, _ = abstract_state(config, build_model(config.model), optimizer, mesh)
-        flat = flatten(checkpoints.evaluation_params(abstract.params))
-        places = where(config.model, flat)
+        run = load_trained(directory, load_config(directory), mesh, "train.init_from")
+        flat = flatten(run.params)
+        places = where(run.config.model, flat)
 
         def fetch(name: str) -> jax.Array:
             path, index = places[name]
             return part(flat[path], index)
 
-        return layer_shapes(config.model, flat), fetch
+        return layer_shapes(run.config.model, flat), fetch
     check_source(str(directory))
     shapes, read = open_hf(directory)
     everywhere = NamedSharding(mesh, PartitionSpec())
-    return shapes, lambda name: _put(read(name), everywhere)
-
-
-def _put(x: np.ndarray, sharding: NamedSharding) -> jax.Array:
-    return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+    return shapes, lambda name: place(read(name), everywhere)
 
 
 def _match(train: TrainConfig, targets: Mapping, sources: Mapping) -> set[str]:
@@ -106,21 +87,15 @@ def _match(train: TrainConfig, targets: Mapping, sources: Mapping) -> set[str]:
     dropped = {name for name in sources if matches(name, train.init_drop)}
     source = train.init_from
     if missing := sorted(targets.keys() - sources.keys() - new):
-        raise UserError(
-            f"train.init_from: {source} has no {_some(missing)}; list these in train.init_new to "
-            "initialize them anew"
-        )
+        way_out = "list these in train.init_new to initialize them anew"
+        raise UserError(f"train.init_from: {source} has no {_some(missing)}; {way_out}")
     if surplus := sorted(sources.keys() - targets.keys() - dropped):
-        raise UserError(
-            f"train.init_from: this model has no parameter {_some(surplus)}; list these "
-            "in train.init_drop to ignore them"
-        )
+        way_out = "list these in train.init_drop to ignore them"
+        raise UserError(f"train.init_from: this model has no parameter {_some(surplus)}; {way_out}")
     names = set(targets) - new - dropped
     if unset := sorted(dropped & targets.keys() - new):
-        raise UserError(
-            f"train.init_drop: {_some(unset)} would not be initialized; name it in train.init_new "
-            "too"
-        )
+        way_out = "name it in train.init_new too"
+        raise UserError(f"train.init_drop: {_some(unset)} would not be initialized; {way_out}")
     for name in sorted(names):
         is_table = name.split("/")[-1].startswith("position_embedding")
         skipped_axes = is_table and train.init_positions != "same"
@@ -129,10 +104,9 @@ def _match(train: TrainConfig, targets: Mapping, sources: Mapping) -> set[str]:
             way_out = "; name it in train.init_new and train.init_drop to initialize it anew"
             if "position_embedding" in name:
                 way_out = "; set train.init_positions"
-            raise UserError(
-                f"train.init_from: {name} is {format_shape(sources[name])} in {source} and "
-                f"{format_shape(targets[name])} here{way_out}"
-            )
+            there, here = format_shape(sources[name]), format_shape(targets[name])
+            problem = f"{name} is {there} in {source} and {here} here"
+            raise UserError(f"train.init_from: {problem}{way_out}")
     return names
 
 

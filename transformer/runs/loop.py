@@ -32,11 +32,8 @@ def train(config: Experiment, workdir: str | os.PathLike, verbose: bool = False)
         rundir.locked([workdir]),
     ):
         run = begin(config, workdir, mesh, verbose=verbose)
-        with (
-            run,
-            stop_signals() as stopped,
-            _profile(run.workdir, config.train.profile, run.step) as profile,
-        ):
+        trace = _profile(run.workdir, config.train.profile, run.step)
+        with run, stop_signals() as stopped, trace as profile:
             first = run.step
             for batch in run.text.train.stream(run.step, config.train.steps):
                 batch = run.share.place(batch)

@@ -38,7 +38,12 @@ class MetricsLog:
             from transformer.runs.tensorboard import EventFile
 
             self._board = EventFile(workdir / "tensorboard", resume_step + 1)
-        self._wandb = _start_wandb(wandb, workdir, config) if wandb else None
+        if wandb:
+            import wandb as client
+
+            digest = hashlib.sha256(str(workdir.resolve()).encode()).hexdigest()
+            run = {"name": workdir.name, "id": digest[:16], "dir": str(workdir)}
+            self._wandb = client.init(project=wandb, config=config, resume="allow", **run)
 
     def last(self, name: str) -> int | None:
         """Returns the last step that logged this value."""
@@ -78,14 +83,6 @@ def check_wandb(project: str) -> None:
     """Raises UserError if a Weights & Biases project is set but wandb is not installed."""
     if project and importlib.util.find_spec("wandb") is None:
         raise UserError("train.wandb needs the extra [wandb]: pip install -e '.[wandb]'")
-
-
-def _start_wandb(project: str, workdir: Path, config: dict):
-    import wandb
-
-    digest = hashlib.sha256(str(workdir.resolve()).encode()).hexdigest()
-    run = {"name": workdir.name, "id": digest[:16], "dir": str(workdir)}
-    return wandb.init(project=project, config=config, resume="allow", **run)
 
 
 def read_metrics(workdir: Path) -> list[dict]:

@@ -231,8 +231,11 @@ def read_text(config: Experiment, workdir: Path, share: Share) -> Text:
 def find_state(workdir: Path, program: Program, text: Text, report: Callable[[str], None]) -> Start:
     """Step 3: gets the state from the newest checkpoint, from another model, or from the seed."""
     config = program.config
-    checkpoints = _existing_checkpoints(workdir, config, report)
-    if checkpoints is None:
+    checkpoints = None
+    if (workdir / "checkpoints").exists():
+        checkpoints = Checkpoints(workdir, config.train, report)
+        agree("workdir: the last checkpoint in it", str(checkpoints.steps[-1:]))
+    if not checkpoints or not checkpoints.steps:
         state = init_state(config, program.model, program.optimizer, program.shardings)
         if config.train.init_from:
             check_tokenizer(config.train.init_from, text.data.tokenizer.sha256)
@@ -240,10 +243,8 @@ def find_state(workdir: Path, program: Program, text: Text, report: Callable[[st
         return Start(state, None, 0, {})
     state, loop = _resume(checkpoints, program)
     if loop["text_sha256"] != text.data.store.meta["train"]["sha256"]:
-        raise UserError(
-            f"workdir: the training text has changed since {workdir} was trained on it; choose "
-            "another directory or restore the text"
-        )
+        problem = f"the training text has changed since {workdir} was trained on it"
+        raise UserError(f"workdir: {problem}; choose another directory or restore the text")
     return Start(state, checkpoints, loop["data_step"], loop["window"])
 
 
@@ -265,17 +266,6 @@ def record_run(
         )
     where = f"at step {start.step:,} from {start.checkpoints.folder}" if start.step else ""
     return summary(config, mesh, params, data, text.train, backends, where, verbose)
-
-
-def _existing_checkpoints(
-    workdir: Path, config: Experiment, report: Callable[[str], None]
-) -> Checkpoints | None:
-    """Returns the checkpoints of a run that is to be resumed; None for a new run."""
-    if not (workdir / "checkpoints").exists():
-        return None
-    checkpoints = Checkpoints(workdir, config.train, report)
-    agree("workdir: the last checkpoint in it", str(checkpoints.steps[-1:]))
-    return checkpoints if checkpoints.steps else None
 
 
 def _resume(checkpoints: Checkpoints, program: Program) -> tuple[TrainState, dict]:

@@ -54,10 +54,9 @@ other parts (`accumulate`, `pipeline_microbatches`).
 def check(workdir: Path, config: Experiment) -> None:
     """Raises UserError, with the differences, if the directory holds another experiment."""
     check_folder(workdir)
+    is_foreign = lambda file: file.suffix != ".tmp" and file.name != "lock"
     if (workdir / "checkpoints").exists() and not (workdir / "checkpoints").is_dir():
-        raise UserError(
-            f"workdir: {workdir / 'checkpoints'} is a file, but must be a folder; remove it"
-        )
+        raise UserError(f"workdir: {workdir / 'checkpoints'} is a file, not a folder; remove it")
     if (workdir / "config.json").exists():
         if not has_checkpoint(workdir):
             return  # nothing has been trained yet, so another config may replace it
@@ -67,25 +66,19 @@ def check(workdir: Path, config: Experiment) -> None:
         if changed == ["train.steps"] and config.optimizer.schedule in ("inverse_sqrt", "constant"):
             changed = []  # these schedules do not depend on it, so a run may be extended
         if changed == ["train.steps"]:
-            raise UserError(
-                f"workdir: {workdir} was started with train.steps = {old.train.steps}, and the "
-                f"schedule {config.optimizer.schedule!r} depends on it; restore it, or start a new "
-                f"run with train.init_from={workdir}"
-            )
+            steps = f"train.steps = {old.train.steps}"
+            why = f"the schedule {config.optimizer.schedule!r} depends on it"
+            way_out = f"restore it, or start a new run with train.init_from={workdir}"
+            raise UserError(f"workdir: {workdir} was started with {steps}, and {why}; {way_out}")
         if changed:
             changes = "; ".join(different[key] for key in changed[:6])
             more = f"; and {len(changed) - 6} more" if len(changed) > 6 else ""
-            raise UserError(
-                f"workdir: {workdir} contains a different experiment: {changes}{more}; choose "
-                "another directory or restore the old values"
-            )
-    elif workdir.exists() and any(
-        file.suffix != ".tmp" and file.name != "lock" for file in workdir.iterdir()
-    ):
-        raise UserError(
-            f"workdir: {workdir} is not empty and not a run (no config.json); choose another "
-            "directory"
-        )
+            problem = f"contains a different experiment: {changes}{more}"
+            way_out = "choose another directory or restore the old values"
+            raise UserError(f"workdir: {workdir} {problem}; {way_out}")
+    elif workdir.exists() and any(map(is_foreign, workdir.iterdir())):
+        problem = "is not empty and not a run (no config.json)"
+        raise UserError(f"workdir: {workdir} {problem}; choose another directory")
 
 
 def lock(workdir: Path) -> Claim:
@@ -122,10 +115,8 @@ def locked(workdirs: Sequence[Path]) -> Iterator[None]:
 def check_folder(workdir: Path) -> None:
     """Raises UserError if `workdir` cannot be a run directory."""
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(workdir)):  # Path turns :// into :/
-        raise UserError(
-            f"workdir: {workdir} is not a local folder; choose a local one for the run (data may "
-            "be on gs://)"
-        )
+        way_out = "choose a local one for the run (data may be on gs://)"
+        raise UserError(f"workdir: {workdir} is not a local folder; {way_out}")
     if workdir.exists() and not workdir.is_dir():
         raise UserError(f"workdir: {workdir} is a file; choose a folder")
 
@@ -166,9 +157,8 @@ def tokenizer_file(workdir: Path) -> Path | None:
         return file
     recorded = read_manifest(workdir).get("tokenizer_sha256")
     if recorded not in (None, hashlib.sha256(read_bytes(file)).hexdigest()):
-        raise UserError(
-            f"{file}: damaged or replaced; it is not the tokenizer with which this run was trained"
-        )
+        problem = "it is not the tokenizer with which this run was trained"
+        raise UserError(f"{file}: damaged or replaced; {problem}")
     return file
 
 
@@ -182,10 +172,8 @@ def load_config(workdir: Path) -> Experiment:
     file = Path(workdir) / "config.json"
     check_folder(Path(workdir))
     if not file.exists():
-        raise UserError(
-            f"workdir: no run in {workdir} (no config.json); train one: python -m transformer "
-            f"train --workdir={workdir} --config=..."
-        )
+        way_out = f"train one: python -m transformer train --workdir={workdir} --config=..."
+        raise UserError(f"workdir: no run in {workdir} (no config.json); {way_out}")
     _check_version(Path(workdir))
     plugins.load(Path(workdir))
     return from_mapping(Experiment, read_json(file))

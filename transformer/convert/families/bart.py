@@ -5,14 +5,14 @@ The first two are post-norm encoder-decoders, the others are pre-norm with final
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from transformer.convert.family import Family
+from transformer.convert.family import Constant, Family
 from transformer.convert.fields import Fields, changed, count, field, layer_count, optional
-from transformer.convert.weights import Copy, Shape, attention, linear, norm, row, same, tied
+from transformer.convert.weights import Copy, Shape, attention, linear, norm, row, same
 from transformer.model.config import ModelConfig
 
 _FIELDS = {
@@ -59,7 +59,7 @@ class _Kind(NamedTuple):
     pre: bool = False  # pre-norm
     logit_bias: bool = True
     source_begins: bool = False
-    constants: Mapping[str, Callable[[Shape], np.ndarray | None]] = {}
+    constants: Mapping[str, Constant] = {}
     unused: tuple[str, ...] = ()
 
 
@@ -129,7 +129,6 @@ def _write(kind: str, c: ModelConfig) -> dict:
 
 
 def _weights(kind: str, c: ModelConfig):
-    yield same("model.shared.weight", "embedding/embedding")
     if c.logit_bias:
         yield row("final_logits_bias", "unembedding/bias")
     place = "in_norm" if _KINDS[kind].pre else "out_norm"
@@ -150,20 +149,14 @@ def _weights(kind: str, c: ModelConfig):
             yield from norm(f"{theirs}.final_layer_norm", f"{ours}/feed_forward_residual/{place}")
         if _KINDS[kind].pre:
             yield from norm(f"model.{side}.layer_norm", f"{side}/final_norm")
-    if not c.tie_embeddings:
-        yield from linear("lm_head", "unembedding", bias=False)
 
 
 def _copies(c: ModelConfig) -> tuple[Copy, ...]:
-    """Returns both stacks' embeddings and the tied output layer, as copies of the shared table.
-
-    Transformers 5 ties the two embeddings to the table only if the output layer is tied.
-    """
-    sides = [
+    # Transformers 5 ties the stacks' embeddings to the table only if the output layer is tied.
+    return tuple(
         Copy(f"model.{side}.embed_tokens.weight", "model.shared.weight", not c.tie_embeddings)
         for side in ("encoder", "decoder")
-    ]
-    return (*sides, *tied(c, "lm_head.weight", "model.shared.weight"))
+    )
 
 
 FAMILIES = [
@@ -173,6 +166,8 @@ FAMILIES = [
         "encoder_decoder",
         *(functools.partial(f, name) for f in (_read, _write, _weights)),
         changed(_FIELDS, kind.fields),
+        table="model.shared",
+        head="lm_head",
         special_tokens=kind.special_tokens,
         aliases={
             "num_attention_heads": "encoder_attention_heads",

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 from transformer.convert.family import Family
 from transformer.convert.fields import (
-    Field,
     Fields,
     changed,
     count,
@@ -21,7 +20,7 @@ from transformer.convert.fields import (
     positive,
 )
 from transformer.convert.rope import options
-from transformer.convert.weights import Copy, attention, linear, norm, same, tied
+from transformer.convert.weights import Copy, attention, linear, norm, same
 from transformer.errors import UserError
 from transformer.model.config import ModelConfig
 
@@ -39,7 +38,7 @@ _FIELDS = {
     "hidden_dropout_prob": field(0.1, "dropout"),
     "attention_probs_dropout_prob": field(0.1, "attention_dropout"),
     "num_labels": optional(int),
-    "id2label": Field(None, dict, nullable=True),
+    "id2label": optional(dict),
 }
 
 
@@ -183,6 +182,7 @@ def _architecture(kind: _Kind, c: ModelConfig) -> str:
     return "ForPreTraining" if c.num_labels else "ForMaskedLM" if c.lm_head else "Model"
 
 
+_TABLE = "bert.embeddings.word_embeddings"
 _ATTENTION = ("self.query", "self.key", "self.value", "output.dense")
 
 
@@ -193,22 +193,18 @@ def _weights(kind: _Kind, c: ModelConfig):
 
 def _bert_weights(kind: _Kind, c: ModelConfig):
     root = "bert.embeddings"
-    yield same(f"{root}.word_embeddings.weight", "embedding/embedding")
     yield same(f"{root}.position_embeddings.weight", "encoder/position_embedding")
     if c.token_types:
         yield same(f"{root}.token_type_embeddings.weight", "embedding/token_types")
     yield from norm(f"{root}.LayerNorm", "encoder/embedding_norm")
     for i in range(c.num_encoder_layers):
         theirs, ours = f"bert.encoder.layer.{i}", f"encoder/layers_{i}"
-        yield from attention(
-            f"{theirs}.attention", f"{ours}/self_attention", bias=True, names=_ATTENTION
-        )
-        yield from norm(
-            f"{theirs}.attention.output.LayerNorm", f"{ours}/self_attention_residual/out_norm"
-        )
-        yield from linear(f"{theirs}.intermediate.dense", f"{ours}/feed_forward/in", bias=True)
-        yield from linear(f"{theirs}.output.dense", f"{ours}/feed_forward/out", bias=True)
-        yield from norm(f"{theirs}.output.LayerNorm", f"{ours}/feed_forward_residual/out_norm")
+        attn, feed_forward = f"{ours}/self_attention", f"{ours}/feed_forward"
+        yield from attention(f"{theirs}.attention", attn, True, _ATTENTION)
+        yield from norm(f"{theirs}.attention.output.LayerNorm", f"{attn}_residual/out_norm")
+        yield from linear(f"{theirs}.intermediate.dense", f"{feed_forward}/in", bias=True)
+        yield from linear(f"{theirs}.output.dense", f"{feed_forward}/out", bias=True)
+        yield from norm(f"{theirs}.output.LayerNorm", f"{feed_forward}_residual/out_norm")
     both = c.pooler and c.num_labels and kind.sequence
     pooler, labels = both or ("bert.pooler.dense", "classifier")
     if c.pooler:
@@ -230,8 +226,8 @@ def _copies(kind: _Kind, c: ModelConfig) -> tuple[Copy, ...]:
         return ()
     decoder, bias = map(kind.tensor, ("cls.predictions.decoder", "cls.predictions.bias"))
     if c.tie_embeddings:
-        table = kind.tensor("bert.embeddings.word_embeddings.weight")
-        copies = (*tied(c, f"{decoder}.weight", table), Copy(f"{decoder}.bias", bias))
+        table = kind.tensor(_TABLE)
+        copies = (Copy(f"{decoder}.weight", f"{table}.weight"), Copy(f"{decoder}.bias", bias))
     else:
         copies = (Copy(bias, f"{decoder}.bias", written=True, compared=False),)
     return tuple(copy for copy in copies if copy.theirs != copy.of)
@@ -244,6 +240,7 @@ FAMILIES = [
         "encoder",
         *(functools.partial(f, kind) for f in (_read, _write, _weights)),
         kind.fields(),
+        table=kind.tensor(_TABLE),
         special_tokens=kind.special_tokens,
         aliases={k: x for k, x in kind.named.items() if k.startswith(("hidden_s", "num_"))},
         prefix=kind.prefix,

@@ -2,7 +2,7 @@
 
 from transformer.convert.family import Family
 from transformer.convert.fields import Fields, field, layer_count, positive
-from transformer.convert.weights import fused_by_head, linear, norm, same, tied
+from transformer.convert.weights import fused_by_head, linear, norm
 from transformer.model.config import ModelConfig
 
 _FIELDS = {
@@ -20,11 +20,8 @@ _FIELDS = {
 
 
 def _read(f: Fields, tensors: frozenset[str]) -> dict:
-    f.must(
-        "apply_residual_connection_post_layernorm",
-        False,
-        "the residual stream would start after the norm",
-    )
+    why = "the residual stream would start after the norm"
+    f.must("apply_residual_connection_post_layernorm", False, why)
     f.ignore("attention_softmax_in_fp32", "masked_softmax_fusion")
     return {
         "d_ff": 4 * f.get("hidden_size"),
@@ -35,22 +32,17 @@ def _read(f: Fields, tensors: frozenset[str]) -> dict:
 
 
 def _weights(c: ModelConfig):
-    yield same("transformer.word_embeddings.weight", "embedding/embedding")
     yield from norm("transformer.word_embeddings_layernorm", "decoder/embedding_norm")
     for i in range(c.num_decoder_layers):
         theirs, ours = f"transformer.h.{i}", f"decoder/layers_{i}"
-        attention = f"{ours}/self_attention"
-        yield from norm(f"{theirs}.input_layernorm", f"{ours}/self_attention_residual/in_norm")
+        attention, feed_forward = f"{ours}/self_attention", f"{ours}/feed_forward"
+        yield from norm(f"{theirs}.input_layernorm", f"{attention}_residual/in_norm")
         yield from fused_by_head(f"{theirs}.self_attention.query_key_value", attention, bias=True)
         yield from linear(f"{theirs}.self_attention.dense", f"{attention}/out", bias=True, inputs=2)
-        yield from norm(
-            f"{theirs}.post_attention_layernorm", f"{ours}/feed_forward_residual/in_norm"
-        )
-        yield from linear(f"{theirs}.mlp.dense_h_to_4h", f"{ours}/feed_forward/in", bias=True)
-        yield from linear(f"{theirs}.mlp.dense_4h_to_h", f"{ours}/feed_forward/out", bias=True)
+        yield from norm(f"{theirs}.post_attention_layernorm", f"{feed_forward}_residual/in_norm")
+        yield from linear(f"{theirs}.mlp.dense_h_to_4h", f"{feed_forward}/in", bias=True)
+        yield from linear(f"{theirs}.mlp.dense_4h_to_h", f"{feed_forward}/out", bias=True)
     yield from norm("transformer.ln_f", "decoder/final_norm")
-    if not c.tie_embeddings:
-        yield from linear("lm_head", "unembedding", bias=False)
 
 
 FAMILIES = [
@@ -62,6 +54,8 @@ FAMILIES = [
         lambda c: {},
         _weights,
         _FIELDS,
+        table="transformer.word_embeddings",
+        head="lm_head",
         special_tokens={"bos_token_id": 1, "eos_token_id": 2},
         aliases={
             "n_embed": "hidden_size",
@@ -69,6 +63,5 @@ FAMILIES = [
             "num_hidden_layers": "n_layer",
         },
         prefix="transformer.",
-        copies=lambda c: tied(c, "lm_head.weight", "transformer.word_embeddings.weight"),
     )
 ]

@@ -4,15 +4,7 @@ Llama with norms whose gain is 1 + w, scaled embeddings and another activation. 
 normalize the input and the output of each sublayer, and alternate local and global layers.
 """
 
-from transformer.convert.families.llama import (
-    ATTENTION_BIAS,
-    LAYER_TYPES,
-    Variant,
-    local_and_global,
-    windows,
-    write_local_and_global,
-    write_windows,
-)
+from transformer.convert.families import llama
 from transformer.convert.fields import (
     ACTIVATIONS,
     ACTIVATIONS_BACK,
@@ -26,7 +18,7 @@ from transformer.convert.fields import (
 from transformer.convert.rope import rotary, write_rotary
 from transformer.model.config import ModelConfig
 
-_GEMMA = ATTENTION_BIAS | {
+_GEMMA = llama.ATTENTION_BIAS | {
     "vocab_size": 256000,
     "num_key_value_heads": 16,
     "head_dim": 256,
@@ -36,7 +28,7 @@ _GEMMA = ATTENTION_BIAS | {
 }
 _GEMMA_2 = (
     _GEMMA
-    | LAYER_TYPES
+    | llama.LAYER_TYPES
     | {
         "hidden_size": 2304,
         "intermediate_size": 9216,
@@ -92,7 +84,7 @@ def _activation(c: ModelConfig) -> str:
 
 def _read_gemma2(f: Fields) -> dict:
     local = [i % 2 == 0 for i in range(f.get("num_hidden_layers"))]
-    return rotary(f) | _peri(f) | per_layer(window=windows(f, local))
+    return rotary(f) | _peri(f) | per_layer(window=llama.windows(f, local))
 
 
 def _peri(f: Fields) -> dict:
@@ -104,7 +96,7 @@ def _peri(f: Fields) -> dict:
 
 
 def _write_gemma2(c: ModelConfig) -> dict:
-    return write_rotary(c) | _write_peri(c) | write_windows(c)
+    return write_rotary(c) | _write_peri(c) | llama.write_windows(c)
 
 
 def _write_peri(c: ModelConfig) -> dict:
@@ -122,11 +114,11 @@ def _read_gemma3(f: Fields) -> dict:
     theta, local_theta = f.get("rope_theta"), f.get("rope_local_base_freq")
     thetas = {"full_attention": theta, "sliding_attention": local_theta}
     local = [bool((i + 1) % every) for i in range(layers)]
-    return _peri(f) | {"qk_norm": True} | local_and_global(f, thetas, local)
+    return _peri(f) | {"qk_norm": True} | llama.local_and_global(f, thetas, local)
 
 
 FAMILIES = [
-    Variant(
+    llama.Variant(
         _GEMMA
         | {
             "hidden_size": 3072,
@@ -138,13 +130,13 @@ FAMILIES = [
         _write_gemma,
         special_tokens=_TOKENS,
     ).family("gemma", "GemmaForCausalLM"),
-    Variant(_GEMMA_2, _read_gemma2, _write_gemma2, _PERI_NORMS, special_tokens=_TOKENS).family(
-        "gemma2", "Gemma2ForCausalLM"
-    ),
-    Variant(
+    llama.Variant(
+        _GEMMA_2, _read_gemma2, _write_gemma2, _PERI_NORMS, special_tokens=_TOKENS
+    ).family("gemma2", "Gemma2ForCausalLM"),
+    llama.Variant(
         _GEMMA_3,
         _read_gemma3,
-        lambda c: _write_peri(c) | write_local_and_global(c),
+        lambda c: _write_peri(c) | llama.write_local_and_global(c),
         _PERI_NORMS,
         special_tokens=_TOKENS,
     ).family("gemma3_text", "Gemma3ForCausalLM"),

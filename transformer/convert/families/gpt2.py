@@ -2,7 +2,7 @@
 
 from transformer.convert.family import Family
 from transformer.convert.fields import Fields, field, layer_count, optional, positive
-from transformer.convert.weights import fused, linear, norm, same, tied
+from transformer.convert.weights import fused, linear, norm, same
 from transformer.model.config import ModelConfig
 
 _FIELDS = {
@@ -39,24 +39,18 @@ def _write(c: ModelConfig) -> dict:
 
 
 def _weights(c: ModelConfig):
-    yield same("transformer.wte.weight", "embedding/embedding")
     yield same("transformer.wpe.weight", "decoder/position_embedding")
     for i in range(c.num_decoder_layers):
         theirs, ours = f"transformer.h.{i}", f"decoder/layers_{i}"
-        attention = f"{ours}/self_attention"
-        yield from norm(f"{theirs}.ln_1", f"{ours}/self_attention_residual/in_norm")
-        yield from fused(f"{theirs}.attn.c_attn", attention, bias=True, transposed=False)
-        yield from linear(
-            f"{theirs}.attn.c_proj", f"{attention}/out", bias=True, inputs=2, transposed=False
-        )
-        yield from norm(f"{theirs}.ln_2", f"{ours}/feed_forward_residual/in_norm")
-        for name, part in {"c_fc": "in", "c_proj": "out"}.items():
-            yield from linear(
-                f"{theirs}.mlp.{name}", f"{ours}/feed_forward/{part}", bias=True, transposed=False
-            )
+        attention, feed_forward = f"{ours}/self_attention", f"{ours}/feed_forward"
+        plain = {"bias": True, "transposed": False}
+        yield from norm(f"{theirs}.ln_1", f"{attention}_residual/in_norm")
+        yield from fused(f"{theirs}.attn.c_attn", attention, **plain)
+        yield from linear(f"{theirs}.attn.c_proj", f"{attention}/out", inputs=2, **plain)
+        yield from norm(f"{theirs}.ln_2", f"{feed_forward}_residual/in_norm")
+        yield from linear(f"{theirs}.mlp.c_fc", f"{feed_forward}/in", **plain)
+        yield from linear(f"{theirs}.mlp.c_proj", f"{feed_forward}/out", **plain)
     yield from norm("transformer.ln_f", "decoder/final_norm")
-    if not c.tie_embeddings:
-        yield from linear("lm_head", "unembedding", bias=False)
 
 
 FAMILIES = [
@@ -68,6 +62,8 @@ FAMILIES = [
         _write,
         _weights,
         _FIELDS,
+        table="transformer.wte",
+        head="lm_head",
         special_tokens={"bos_token_id": 50_256, "eos_token_id": 50_256},
         prefix="transformer.",
         aliases={
@@ -76,7 +72,6 @@ FAMILIES = [
             "num_attention_heads": "n_head",
             "num_hidden_layers": "n_layer",
         },
-        copies=lambda c: tied(c, "lm_head.weight", "transformer.wte.weight"),
         unused=(r".*\.attn\.(bias|masked_bias)",),  # the causal mask
     )
 ]

@@ -7,7 +7,7 @@ from transformer.convert.family import Family
 from transformer.convert.fields import Fields, field, layer_count, positive
 from transformer.convert.rope import FIELDS as ROTARY
 from transformer.convert.rope import rotary, write_rotary
-from transformer.convert.weights import fused_by_head, linear, norm, same, tied
+from transformer.convert.weights import fused_by_head, linear, norm
 from transformer.model.config import ModelConfig
 
 _FIELDS = ROTARY | {
@@ -42,22 +42,17 @@ def _write(c: ModelConfig) -> dict:
 
 def _weights(c: ModelConfig):
     residuals = ("self_attention_residual/in_norm", "feed_forward_residual/in_norm")
-    attention_norm, feed_forward_norm = (
-        ("residual/in_norm", "residual/in_norm_1") if c.parallel else residuals
-    )
-    yield same("gpt_neox.embed_in.weight", "embedding/embedding")
+    norms = ("residual/in_norm", "residual/in_norm_1") if c.parallel else residuals
     for i in range(c.num_decoder_layers):
         theirs, ours = f"gpt_neox.layers.{i}", f"decoder/layers_{i}"
         attention, bias = f"{ours}/self_attention", c.attention_has_bias
-        yield from norm(f"{theirs}.input_layernorm", f"{ours}/{attention_norm}")
+        yield from norm(f"{theirs}.input_layernorm", f"{ours}/{norms[0]}")
         yield from fused_by_head(f"{theirs}.attention.query_key_value", attention, bias)
         yield from linear(f"{theirs}.attention.dense", f"{attention}/out", bias, inputs=2)
-        yield from norm(f"{theirs}.post_attention_layernorm", f"{ours}/{feed_forward_norm}")
+        yield from norm(f"{theirs}.post_attention_layernorm", f"{ours}/{norms[1]}")
         yield from linear(f"{theirs}.mlp.dense_h_to_4h", f"{ours}/feed_forward/in", bias=True)
         yield from linear(f"{theirs}.mlp.dense_4h_to_h", f"{ours}/feed_forward/out", bias=True)
     yield from norm("gpt_neox.final_layer_norm", "decoder/final_norm")
-    if not c.tie_embeddings:
-        yield from linear("embed_out", "unembedding", bias=False)
 
 
 FAMILIES = [
@@ -69,10 +64,10 @@ FAMILIES = [
         _write,
         _weights,
         _FIELDS,
+        table="gpt_neox.embed_in",
+        head="embed_out",
         special_tokens={"bos_token_id": 0, "eos_token_id": 2},
         prefix="gpt_neox.",
-        heads=("embed_out.",),
-        copies=lambda c: tied(c, "embed_out.weight", "gpt_neox.embed_in.weight"),
         # the causal mask; angles, which config.json determines
         unused=(r".*\.attention\.(bias|masked_bias)", r".*rotary_emb\.inv_freq"),
     )

@@ -24,7 +24,7 @@ from transformer.convert.fields import (
 )
 from transformer.convert.rope import FIELDS as ROTARY
 from transformer.convert.rope import options, rotary, rotary_by_type, write_rope, write_rotary
-from transformer.convert.weights import QKV, Weight, fused, linear, norm, same, tied
+from transformer.convert.weights import QKV, Weight, fused, linear, norm
 from transformer.model.config import ModelConfig
 
 FIELDS = ROTARY | {
@@ -41,7 +41,7 @@ FIELDS = ROTARY | {
     "tie_word_embeddings": field(False, "tie_embeddings"),
     "attention_dropout": Field(0.0, float, "attention_dropout", nullable=True),
 }
-LAYER_TYPES = {"layer_types": Field(None, list, nullable=True)}
+LAYER_TYPES = {"layer_types": optional(list)}
 ATTENTION_BIAS = {"attention_bias": False}
 BIASES = ATTENTION_BIAS | {"mlp_bias": False}
 
@@ -99,10 +99,11 @@ class Variant:
             self._write,
             self._weights,
             changed(FIELDS, self.fields),
+            table="model.embed_tokens",
+            head="lm_head",
             aliases=self.aliases,
             special_tokens=self.special_tokens,
             prefix="model.",
-            copies=lambda c: tied(c, "lm_head.weight", "model.embed_tokens.weight"),
             unused=(r".*rotary_emb\.inv_freq",),  # angles, which config.json determines
         )
 
@@ -125,7 +126,6 @@ class Variant:
         return {name: x for name, x in biases.items() if name in self.fields} | self.write(c)
 
     def _weights(self, c: ModelConfig) -> Iterator[Weight]:
-        yield same("model.embed_tokens.weight", "embedding/embedding")
         for i in range(c.num_decoder_layers):
             theirs, ours = f"model.layers.{i}", f"decoder/layers_{i}"
             attn, attention = f"{theirs}.self_attn", f"{ours}/self_attention"
@@ -139,8 +139,6 @@ class Variant:
             for name, part in self.norms.items():
                 yield from norm(f"{theirs}.{name}", f"{ours}/{part}", offset=False)
         yield from norm("model.norm", "decoder/final_norm", offset=False)
-        if not c.tie_embeddings:
-            yield from linear("lm_head", "unembedding", bias=False)
 
 
 def used_window(f: Fields) -> int:
@@ -276,17 +274,13 @@ FAMILIES = [
             "rope_theta": positive(2_000_000.0),
             "use_sliding_window": False,
             "sliding_window": optional(int),
-            "no_rope_layers": Field(None, list, nullable=True),
+            "no_rope_layers": optional(list),
             "no_rope_layer_interval": 4,
             "tie_word_embeddings": True,
         },
         _read_smollm3,
         _write_smollm3,
-        special_tokens={
-            "pad_token_id": 128_004,
-            "bos_token_id": 128_000,
-            "eos_token_id": 128_001,
-        },
+        special_tokens={"pad_token_id": 128_004, "bos_token_id": 128_000, "eos_token_id": 128_001},
     ).family("smollm3", "SmolLM3ForCausalLM"),
     Variant(
         {

@@ -32,9 +32,8 @@ def _experts(f: Fields, count: str, normalize: bool = True) -> dict:
 def _write_experts(c: ModelConfig, count: str) -> dict:
     kind = c.feed_forward_kind
     if not isinstance(kind, Mixture):
-        raise UserError(
-            f"model.feed_forward: {kind.name!r} cannot be expressed by a family of expert mixtures"
-        )
+        problem = "cannot be expressed by a family of expert mixtures"
+        raise UserError(f"model.feed_forward: {kind.name!r} {problem}")
     return {
         count: kind.num_experts,
         "num_experts_per_tok": kind.top_k,

@@ -7,16 +7,16 @@ layer attends globally, and the others attend within a local window.
 from transformer.convert.family import Family
 from transformer.convert.fields import (
     ACTIVATIONS,
-    Field,
     Fields,
     field,
     layer_count,
     layer_kinds,
+    optional,
     positive,
     shortest_period,
 )
 from transformer.convert.rope import rotary_by_type, write_rope
-from transformer.convert.weights import fused, linear, norm, same, tied
+from transformer.convert.weights import fused, linear, norm, same
 from transformer.model.config import ModelConfig
 
 _FIELDS = {
@@ -28,8 +28,8 @@ _FIELDS = {
     "max_position_embeddings": field(8192, "max_length"),
     "local_attention": 128,
     "global_attn_every_n_layers": 3,
-    "layer_types": Field(None, list, nullable=True),
-    "rope_parameters": Field(None, dict, nullable=True),
+    "layer_types": optional(list),
+    "rope_parameters": optional(dict),
     "global_rope_theta": positive(160_000.0),
     "local_rope_theta": positive(10_000.0),
     "norm_eps": positive(1e-5, "norm_epsilon"),
@@ -90,27 +90,22 @@ def _write(c: ModelConfig) -> dict:
 
 def _weights(c: ModelConfig):
     offset, bias = c.norm_offset, c.use_bias
-    yield same("model.embeddings.tok_embeddings.weight", "embedding/embedding")
     yield from norm("model.embeddings.norm", "encoder/embedding_norm", offset)
     for i in range(c.num_encoder_layers):
         theirs, ours = f"model.layers.{i}", f"encoder/layers_{i}"
+        attention, feed_forward = f"{ours}/self_attention", f"{ours}/feed_forward"
         if i or c.first_norm:
-            yield from norm(
-                f"{theirs}.attn_norm", f"{ours}/self_attention_residual/in_norm", offset
-            )
-        yield from fused(f"{theirs}.attn.Wqkv", f"{ours}/self_attention", c.qkv_has_bias)
-        yield from linear(
-            f"{theirs}.attn.Wo", f"{ours}/self_attention/out", c.attention_has_bias, inputs=2
-        )
-        yield from norm(f"{theirs}.mlp_norm", f"{ours}/feed_forward_residual/in_norm", offset)
-        yield from fused(f"{theirs}.mlp.Wi", f"{ours}/feed_forward", bias, ("gate", "in"))
-        yield from linear(f"{theirs}.mlp.Wo", f"{ours}/feed_forward/out", bias)
+            yield from norm(f"{theirs}.attn_norm", f"{attention}_residual/in_norm", offset)
+        yield from fused(f"{theirs}.attn.Wqkv", attention, c.qkv_has_bias)
+        out_bias = c.attention_has_bias
+        yield from linear(f"{theirs}.attn.Wo", f"{attention}/out", out_bias, inputs=2)
+        yield from norm(f"{theirs}.mlp_norm", f"{feed_forward}_residual/in_norm", offset)
+        yield from fused(f"{theirs}.mlp.Wi", feed_forward, bias, ("gate", "in"))
+        yield from linear(f"{theirs}.mlp.Wo", f"{feed_forward}/out", bias)
     yield from norm("model.final_norm", "encoder/final_norm", offset)
     yield from linear("head.dense", "unembedding/transform", bias)
     yield from norm("head.norm", "unembedding/norm", offset)
     yield same("decoder.bias", "unembedding/bias")
-    if not c.tie_embeddings:
-        yield from linear("decoder", "unembedding", bias=False)
 
 
 FAMILIES = [
@@ -122,9 +117,10 @@ FAMILIES = [
         _write,
         _weights,
         _FIELDS,
+        table="model.embeddings.tok_embeddings",
+        head="decoder",
         special_tokens={"pad_token_id": 50_283, "bos_token_id": 50_281, "eos_token_id": 50_282},
         prefix="model.",
-        heads=("head.", "decoder.", "classifier."),
-        copies=lambda c: tied(c, "decoder.weight", "model.embeddings.tok_embeddings.weight"),
+        heads=("head.", "classifier."),
     )
 ]

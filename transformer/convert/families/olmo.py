@@ -4,20 +4,16 @@ Llama with norms after each sublayer instead of before it, and with one norm for
 heads and one for their keys. In OLMo 3, three of four layers attend within a window.
 """
 
-from transformer.convert.families.llama import (
-    ATTENTION_BIAS,
-    LAYER_TYPES,
-    Variant,
-    local_and_global,
-    write_local_and_global,
-)
+from transformer.convert.families import llama
 from transformer.convert.fields import Fields, optional, positive
 from transformer.convert.rope import rotary, write_rotary
 
-_OLMO_2 = ATTENTION_BIAS | {"vocab_size": 50304, "rms_norm_eps": positive(1e-5)}
+_OLMO_2 = llama.ATTENTION_BIAS | {"vocab_size": 50304, "rms_norm_eps": positive(1e-5)}
 _THETA = 500_000.0
 _OLMO_3 = (
-    _OLMO_2 | LAYER_TYPES | {"sliding_window": optional(int, 4096), "rope_theta": positive(_THETA)}
+    _OLMO_2
+    | llama.LAYER_TYPES
+    | {"sliding_window": optional(int, 4096), "rope_theta": positive(_THETA)}
 )
 _NORMS = {
     "post_attention_layernorm": "self_attention_residual/res_norm",
@@ -31,14 +27,14 @@ def _read_olmo3(f: Fields) -> dict:
     # Transformers applies a `rope_theta` outside of rope_parameters to global layers alone.
     thetas = {"full_attention": f.get("rope_theta"), "sliding_attention": _THETA}
     local = [(i + 1) % 4 != 0 for i in range(f.get("num_hidden_layers"))]
-    return _COMMON | local_and_global(f, thetas, local)
+    return _COMMON | llama.local_and_global(f, thetas, local)
 
 
 FAMILIES = [
-    Variant(
+    llama.Variant(
         _OLMO_2, lambda f: rotary(f) | _COMMON, write_rotary, _NORMS, special_tokens=_TOKENS
     ).family("olmo2", "Olmo2ForCausalLM"),
-    Variant(_OLMO_3, _read_olmo3, write_local_and_global, _NORMS, special_tokens=_TOKENS).family(
-        "olmo3", "Olmo3ForCausalLM"
-    ),
+    llama.Variant(
+        _OLMO_3, _read_olmo3, llama.write_local_and_global, _NORMS, special_tokens=_TOKENS
+    ).family("olmo3", "Olmo3ForCausalLM"),
 ]

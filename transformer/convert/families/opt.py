@@ -5,7 +5,7 @@ OPT-350m is post-norm, with a narrower embedding.
 
 from transformer.convert.family import Family
 from transformer.convert.fields import Fields, field, layer_count, optional
-from transformer.convert.weights import attention, linear, norm, same, tied
+from transformer.convert.weights import attention, linear, norm, same
 from transformer.model.config import ModelConfig
 
 _FIELDS = {
@@ -51,26 +51,20 @@ def _weights(c: ModelConfig):
     placement, root = c.placement("decoder"), "model.decoder"
     affine = {"gain": c.norm_gain, "offset": c.norm_offset}
     where = "in_norm" if placement.in_norm else "out_norm"
-    yield same(f"{root}.embed_tokens.weight", "embedding/embedding")
     yield same(f"{root}.embed_positions.weight", "decoder/position_embedding")
     if c.d_embedding:
         yield from linear(f"{root}.project_in", "embedding/project", bias=False)
         yield from linear(f"{root}.project_out", "unembedding/project", bias=False)
     for i in range(c.num_decoder_layers):
         theirs, ours = f"{root}.layers.{i}", f"decoder/layers_{i}"
-        yield from attention(f"{theirs}.self_attn", f"{ours}/self_attention", c.use_bias)
-        yield from norm(
-            f"{theirs}.self_attn_layer_norm", f"{ours}/self_attention_residual/{where}", **affine
-        )
-        yield from linear(f"{theirs}.fc1", f"{ours}/feed_forward/in", c.use_bias)
-        yield from linear(f"{theirs}.fc2", f"{ours}/feed_forward/out", c.use_bias)
-        yield from norm(
-            f"{theirs}.final_layer_norm", f"{ours}/feed_forward_residual/{where}", **affine
-        )
+        attn, feed_forward = f"{ours}/self_attention", f"{ours}/feed_forward"
+        yield from attention(f"{theirs}.self_attn", attn, c.use_bias)
+        yield from norm(f"{theirs}.self_attn_layer_norm", f"{attn}_residual/{where}", **affine)
+        yield from linear(f"{theirs}.fc1", f"{feed_forward}/in", c.use_bias)
+        yield from linear(f"{theirs}.fc2", f"{feed_forward}/out", c.use_bias)
+        yield from norm(f"{theirs}.final_layer_norm", f"{feed_forward}_residual/{where}", **affine)
     if placement.final_norm:
         yield from norm(f"{root}.final_layer_norm", "decoder/final_norm", **affine)
-    if not c.tie_embeddings:
-        yield from linear("lm_head", "unembedding", bias=False)
 
 
 FAMILIES = [
@@ -82,8 +76,9 @@ FAMILIES = [
         _write,
         _weights,
         _FIELDS,
+        table="model.decoder.embed_tokens",
+        head="lm_head",
         special_tokens={"pad_token_id": 1, "bos_token_id": 2, "eos_token_id": 2},
         prefix="model.",
-        copies=lambda c: tied(c, "lm_head.weight", "model.decoder.embed_tokens.weight"),
     )
 ]

@@ -88,10 +88,8 @@ def _read(f: Fields, tensors: frozenset[str]) -> dict:
 def _write(c: ModelConfig) -> dict:
     projections = {ours: theirs for theirs, ours in _PROJECTIONS.items()}
     if (c.activation, c.glu) not in projections:
-        raise UserError(
-            f"model.activation: {c.activation!r} with glu={c.glu} has no name in T5; T5 supports "
-            f"{', '.join(_PROJECTIONS)}"
-        )
+        problem = f"{c.activation!r} with glu={c.glu} has no name in T5"
+        raise UserError(f"model.activation: {problem}; T5 supports {', '.join(_PROJECTIONS)}")
     return {
         "relative_attention_num_buckets": options(c.position).get("num_buckets", 32),
         "relative_attention_max_distance": options(c.position).get("max_distance", 128),
@@ -102,7 +100,6 @@ def _write(c: ModelConfig) -> dict:
 
 
 def _weights(c: ModelConfig):
-    yield same("shared.weight", "embedding/embedding")
     for side, depth in (("encoder", c.num_encoder_layers), ("decoder", c.num_decoder_layers)):
         bias = f"{side}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
         yield same(bias, f"{side}/relative_bias")
@@ -121,7 +118,7 @@ def _weights(c: ModelConfig):
                     continue
                 yield from attention(f"{theirs}.{name}", ours, False, names=("q", "k", "v", "o"))
         yield from norm(f"{side}.final_layer_norm", f"{side}/final_norm", offset=False)
-    if not c.tie_embeddings:
+    if not c.tie_embeddings:  # a file that has this tensor is of an untied model
         yield from linear("lm_head", "unembedding", bias=False)
 
 
@@ -137,6 +134,7 @@ FAMILIES = [
         _write,
         _weights,
         changed(_FIELDS, changes),
+        table="shared",
         special_tokens={"pad_token_id": 0, "eos_token_id": 1} | start,
         aliases={
             "hidden_size": "d_model",

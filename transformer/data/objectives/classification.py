@@ -1,8 +1,5 @@
 """Classification of texts, and tagging of words."""
 
-import dataclasses
-from typing import ClassVar
-
 import numpy as np
 
 from transformer.data.objectives.base import Draw, Objective, Segment, keep, register
@@ -11,23 +8,22 @@ from transformer.data.objectives.base import Draw, Objective, Segment, keep, reg
 class _Labels(Objective):
     """Predicts classes instead of tokens, with one text per sequence."""
 
-    families: ClassVar = ("encoder", "decoder")
-    never_splits: ClassVar = True
-    generates_text: ClassVar = False
+    families = ("encoder", "decoder")
+    never_splits = True
+    generates_text = False
 
     def sequences(self, store, part, task):
         return _LabeledSequences(store, part, task.data, whole=self.columns[-1] == "label")
 
 
 @register("classification")
-@dataclasses.dataclass(frozen=True)
 class Classification(_Labels):
     """Predicts the label of a text from bos, x_1, ..., x_n, eos.
 
     Texts that are too long are dropped or cut (`data.too_long`).
     """
 
-    columns: ClassVar = ("text", "label")
+    columns = ("text", "label")
 
     def check(self, task):
         if not task.model.num_labels:
@@ -35,39 +31,34 @@ class Classification(_Labels):
         if task.model.pooling == "none":
             return "predicts one label per text; set model.pooling to cls, mean or last"
         if task.model.pooling == "cls" and task.model.family == "decoder":
-            return (
-                "classifies the whole text, but the first token of a decoder attends only to "
-                "itself; set model.pooling to last or mean"
-            )
+            problem = "the first token of a decoder attends only to itself"
+            way_out = "set model.pooling to last or mean"
+            return f"classifies the whole text, but {problem}; {way_out}"
         return _check_unpacked(task)
 
 
 @register("tagging")
-@dataclasses.dataclass(frozen=True)
 class Tagging(_Labels):
     """Predicts the tag of each word, at its first piece.
 
     Words and tags are separated by spaces in the data: "the cat sat", "DT NN VB".
     """
 
-    columns: ClassVar = ("text", "tags")
+    columns = ("text", "tags")
 
     def check(self, task):
         if not task.model.num_labels:
             return "predicts tags; set model.num_labels"
         if task.model.pooling != "none":
-            return (
-                f"predicts one tag per word, but model.pooling = {task.model.pooling!r} leaves one "
-                "per text; set it to none"
-            )
+            problem = f"model.pooling = {task.model.pooling!r} leaves one per text"
+            return f"predicts one tag per word, but {problem}; set it to none"
         return _check_unpacked(task)
 
 
 def _check_unpacked(task) -> str | None:
     if task.data.packing:
-        return (
-            "puts one text in each sequence; set data.packing=False (data.buckets reduces padding)"
-        )
+        way_out = "set data.packing=False (data.buckets reduces padding)"
+        return f"puts one text in each sequence; {way_out}"
     return None
 
 

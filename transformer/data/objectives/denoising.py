@@ -1,7 +1,7 @@
 """Span corruption (Raffel et al. 2020, T5) and its mixtures (Tay et al. 2023, UL2)."""
 
 import dataclasses
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -57,12 +57,12 @@ def _cut_randomly(total: int, count: int, generator: np.random.Generator) -> np.
 class _Denoising(Objective):
     """Cuts the joined texts into equal pieces. One of `denoisers`, drawn anew, corrupts each."""
 
-    families: ClassVar = ("encoder_decoder", "decoder")
-    can_pack: ClassVar = False
-    has_variable_length: ClassVar = False
-    has_prefix: ClassVar = True
-    generates_text: ClassVar = False  # the model only fills the gaps of a text
-    modes: ClassVar[int] = 0  # number of mode tokens
+    families = ("encoder_decoder", "decoder")
+    can_pack = False
+    has_variable_length = False
+    has_prefix = True
+    generates_text = False  # the model only fills the gaps of a text
+    modes = 0  # number of mode tokens
 
     @property
     def denoisers(self) -> tuple[Denoiser, ...]:
@@ -98,10 +98,9 @@ class _Denoising(Objective):
             return f"does not fit into data.length = {task.data.length}; increase data.length"
         spans = max(d.counts(size)[1] for d in self.denoisers)
         if spans > self.sentinels:
-            return (
-                f"has {self.sentinels} sentinels, but {spans} spans in pieces of {size} tokens; "
-                "increase sentinels or mean_length"
-            )
+            problem = f"{spans} spans in pieces of {size} tokens"
+            way_out = "increase sentinels or mean_length"
+            return f"has {self.sentinels} sentinels, but {problem}; {way_out}"
         return None
 
     def piece(self, task) -> int:
@@ -187,7 +186,7 @@ class UL2(_Denoising):
 
     sentinels: int = 256
 
-    modes: ClassVar[int] = 3
+    modes = 3
 
     @property
     def denoisers(self):

@@ -1,8 +1,6 @@
 """Causal and prefix language modeling: predicts each token from those before it."""
 
-import dataclasses
 import itertools
-from typing import ClassVar
 
 import numpy as np
 
@@ -10,7 +8,6 @@ from transformer.data.objectives.base import Objective, Segment, continued, part
 
 
 @register("causal_lm")
-@dataclasses.dataclass(frozen=True)
 class CausalLM(Objective):
     """Predicts each token from those before it.
 
@@ -22,8 +19,8 @@ class CausalLM(Objective):
     held-out split may overlap by `eval_overlap` tokens, which are inputs again but not targets.
     """
 
-    families: ClassVar = ("decoder",)
-    scores_every_token: ClassVar = True
+    families = ("decoder",)
+    scores_every_token = True
 
     def sequences(self, store, part, task):
         data = task.data
@@ -62,7 +59,6 @@ class _LMSequences:
 
 
 @register("prefix_lm")
-@dataclasses.dataclass(frozen=True)
 class PrefixLM(Objective):
     """Predicts the rest of a text from its beginning (Raffel et al. 2020, sec. 3.2.1).
 
@@ -71,9 +67,9 @@ class PrefixLM(Objective):
     sequence contains one text or one part of a longer text.
     """
 
-    families: ClassVar = ("decoder", "encoder_decoder")
-    can_pack: ClassVar = False
-    has_prefix: ClassVar = True
+    families = ("decoder", "encoder_decoder")
+    can_pack = False
+    has_prefix = True
 
     def check(self, task):
         return check_prefix(task)

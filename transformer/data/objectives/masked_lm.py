@@ -1,7 +1,6 @@
 """Masked language modeling, with and without next-sentence prediction (Devlin et al. 2019)."""
 
 import dataclasses
-from typing import ClassVar
 
 import numpy as np
 
@@ -34,8 +33,8 @@ class MaskedLM(Objective):
     whole_words: bool = False
     next_sentence: bool = False
 
-    families: ClassVar = ("encoder",)
-    generates_text: ClassVar = False
+    families = ("encoder",)
+    generates_text = False
 
     @property
     def predicts(self):
@@ -53,35 +52,25 @@ class MaskedLM(Objective):
         if not 0 < self.rate < 1:
             return f"has rate = {self.rate}, which must lie between 0 and 1"
         if not (self.mask >= 0 and self.random >= 0 and self.mask + self.random <= 1):
-            return (
-                f"has mask = {self.mask} and random = {self.random}, which must not be negative or "
-                "add up to more than 1"
-            )
+            limits = "which must not be negative or add up to more than 1"
+            return f"has mask = {self.mask} and random = {self.random}, {limits}"
         heads = (model.token_types, model.num_labels, model.pooling)
         if self.next_sentence and heads != (2, 2, "cls"):
-            return (
-                "with next_sentence distinguishes two sentences; set model.token_types=2, "
-                "model.num_labels=2, model.pooling='cls'"
-            )
+            way_out = "set model.token_types=2, model.num_labels=2, model.pooling='cls'"
+            return f"with next_sentence distinguishes two sentences; {way_out}"
         if self.next_sentence and task.data.length < 5:
-            return (
-                "with next_sentence needs sequences of at least 5 tokens; increase "
-                f"data.length = {task.data.length}"
-            )
+            way_out = f"increase data.length = {task.data.length}"
+            return f"with next_sentence needs sequences of at least 5 tokens; {way_out}"
         if self.next_sentence and (task.data.packing or task.data.buckets):
-            return (
-                "with next_sentence puts one pair in each sequence; set data.packing=False and "
-                "leave out data.buckets"
-            )
+            way_out = "set data.packing=False and leave out data.buckets"
+            return f"with next_sentence puts one pair in each sequence; {way_out}"
         return None
 
     def sequences(self, store, part, task):
         sequences = _SentencePairs if self.next_sentence else _MaskedSequences
         return sequences(self, store, part, task.data)
 
-    def corrupt(
-        self, ids: np.ndarray, tokenizer, generator: np.random.Generator
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def corrupt(self, ids: np.ndarray, tokenizer, generator) -> tuple[np.ndarray, np.ndarray]:
         """(inputs, weight of each token as a target)."""
         candidates = np.flatnonzero((ids != tokenizer.bos) & (ids != tokenizer.eos))
         is_target = np.zeros(len(ids), bool)
@@ -95,9 +84,7 @@ class MaskedLM(Objective):
         inputs[replaced] = generator.choice(tokenizer.text_ids, int(replaced.sum()))
         return inputs.astype(np.int32), is_target.astype(np.float32)
 
-    def _choose(
-        self, ids: np.ndarray, count: int, tokenizer, generator: np.random.Generator
-    ) -> np.ndarray:
+    def _choose(self, ids: np.ndarray, count: int, tokenizer, generator) -> np.ndarray:
         if not self.whole_words:
             return generator.permutation(len(ids))[:count]
         word = np.cumsum(tokenizer.starts_word[ids])
@@ -146,9 +133,8 @@ class _SentencePairs:
         self._text = np.searchsorted(np.asarray(texts.ends), self._starts, "right")
         self._first = np.flatnonzero(self._text[:-1] == self._text[1:])
         if len(np.unique(self._text)) < 2:
-            raise UserError(
-                f"data.objective: next_sentence needs at least two texts; the {part} split has one"
-            )
+            needs = "next_sentence needs at least two texts"
+            raise UserError(f"data.objective: {needs}; the {part} split has one")
         alone = len(texts) - len(np.unique(self._text[self._first]))
         self.lengths = np.full(len(self._first), data.length)
         self.report = {"texts are too short to form a pair": alone} if alone else {}

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import ClassVar
 
 import numpy as np
 
@@ -11,7 +10,6 @@ from transformer.data.objectives.base import Objective, Segment, continued, keep
 
 
 @OBJECTIVES.register("seq2seq")
-@dataclasses.dataclass(frozen=True)
 class Seq2Seq(Objective):
     """Predicts a target y from a source x.
 
@@ -23,10 +21,10 @@ class Seq2Seq(Objective):
     text keeps its eos. In a decoder-only model, each text of a cut pair gets half of the sequence.
     """
 
-    families: ClassVar = ("encoder_decoder", "decoder")
-    columns: ClassVar = ("source", "target")
-    never_splits: ClassVar = True
-    has_prefix: ClassVar = True
+    families = ("encoder_decoder", "decoder")
+    columns = ("source", "target")
+    never_splits = True
+    has_prefix = True
 
     def sequences(self, store, part, task):
         pairs = _DecoderPairs if task.model.family == "decoder" else _EncoderDecoderPairs

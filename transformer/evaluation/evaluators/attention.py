@@ -1,8 +1,6 @@
 """Statistics of each attention head."""
 
-import dataclasses
 from collections.abc import Iterator
-from typing import ClassVar
 
 import jax
 import numpy as np
@@ -15,17 +13,13 @@ from transformer.model.layout import flatten, part, split_layer_path, where
 
 
 @EVALUATORS.register("attention")
-@dataclasses.dataclass(frozen=True)
 class AttentionStatistics(OneBatch):
     """Statistics of each attention head, on one batch.
 
-    These are the entropy, the weight on the first token, the mean distance, the weight on the
-    previous token, and the largest logit. Decoders also have the induction score (Olsson et al.
-    2022), on a random sequence that is repeated once. Weights are recomputed from queries and
-    keys, so the model may use any attention backend.
+    Weights are recomputed from queries and keys, so the model may use any attention backend.
     """
 
-    in_training: ClassVar[bool] = True
+    in_training = True
 
     def why_not(self, task):
         if not task.model.observes("heads"):
@@ -34,8 +28,9 @@ class AttentionStatistics(OneBatch):
     def measure(self, subject: Subject, snapshot: Snapshot) -> Metrics:
         """Yields attention/STATISTIC/SIDE/LAYER/SUBLAYER/HEAD, on one batch.
 
-        model/attention_statistics.py defines the statistics. `induction` is `repeated`, measured on
-        a random sequence that is repeated once.
+        model/attention_statistics.py defines the statistics: entropy, weight on the first and on
+        the previous token, mean distance, largest logit. `induction` (Olsson et al. 2022) is
+        `repeated`, in decoders, on a random sequence that is repeated once.
         """
         model, params = subject.config.model, snapshot.params
         heads = lambda params, batch: flatten(subject.watch(params, batch, "heads")[1]["heads"])

@@ -1,8 +1,10 @@
 """The interface of evaluators. A new evaluator is a class in a file of this package."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import ClassVar
 
+from transformer.errors import UserError
 from transformer.evaluation.evaluators import EVALUATORS, Kind
 from transformer.evaluation.subject import Metrics, Snapshot, Subject
 from transformer.output import count
@@ -15,6 +17,7 @@ __all__ = [
 NEEDS_TOKENS = "requires target tokens, but data.objective predicts only classes"
 
 
+@dataclasses.dataclass(frozen=True)
 class Evaluator:
     """A measurement of a model.
 
@@ -36,6 +39,10 @@ class Evaluator:
 
     profiles: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     """Figures by position or layer, as in `PROFILES` of transformer/lab/profiles.py."""
+
+    def error(self, problem: str) -> UserError:
+        """Returns an error about the evaluator's options."""
+        return UserError(f"train.evaluators: {self.name}: {problem}")
 
     def why_not(self, task: TrainTask) -> str | None:
         """Returns why the evaluator does not apply to an experiment, or None if it applies.

@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-from typing import ClassVar
 
 from transformer.checks import at_least
 from transformer.evaluation.evaluators.base import EVALUATORS, Evaluator, Metrics, Snapshot, Subject
@@ -14,7 +13,7 @@ from transformer.evaluation.translation import score
 class BleuByLength(Evaluator):
     """BLEU of translations by the number of words in the source."""
 
-    in_training: ClassVar[bool] = False
+    in_training = False
 
     words: int = 5  # width of each group of lengths
 

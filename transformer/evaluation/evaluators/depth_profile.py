@@ -1,8 +1,6 @@
 """Residual stream, branch, gradient and update, by layer and sublayer."""
 
 import collections
-import dataclasses
-from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -16,15 +14,14 @@ from transformer.training.step import batch_sums
 
 
 @EVALUATORS.register("depth_profile")
-@dataclasses.dataclass(frozen=True)
 class DepthProfile(OneBatch):
     """Sizes of residual stream, branch, gradient and update, by layer and sublayer, on one batch.
 
     See Xiong et al. (2020) and Liu et al. (2020).
     """
 
-    in_training: ClassVar[bool] = True
-    metric_prefixes: ClassVar[tuple[str, ...]] = ("depth",)
+    in_training = True
+    metric_prefixes = ("depth",)
 
     def measure(self, subject: Subject, snapshot: Snapshot) -> Metrics:
         """Yields depth/SIZE/SIDE/LAYER/SUBLAYER, on one batch. SIZE is one of:

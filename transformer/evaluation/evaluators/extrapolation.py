@@ -1,10 +1,8 @@
 """Loss in sequences longer than those of training."""
 
 import dataclasses
-from typing import ClassVar
 
 from transformer.checks import at_least
-from transformer.errors import UserError
 from transformer.evaluation import losses
 from transformer.evaluation.evaluators.base import EVALUATORS, Evaluator, Metrics, Snapshot, Subject
 
@@ -19,8 +17,8 @@ class Extrapolation(Evaluator):
     (2022).
     """
 
-    in_training: ClassVar[bool] = False
-    metric_prefixes: ClassVar[tuple[str, ...]] = ("extrapolation_sliding", "context")
+    in_training = False
+    metric_prefixes = ("extrapolation_sliding", "context")
 
     times: int = 16  # a power of two
     tokens: int = 65536  # per length, from the start of the text; 0: all
@@ -30,14 +28,9 @@ class Extrapolation(Evaluator):
         at_least("train.evaluators", self, 1, "times")
         at_least("train.evaluators", self, 0, "tokens")
         if self.times & (self.times - 1):
-            raise UserError(
-                f"train.evaluators: extrapolation: times: {self.times} must be a power of two"
-            )
+            raise self.error(f"times: {self.times} must be a power of two")
         if self.times == 1 and not self.sliding:
-            raise UserError(
-                "train.evaluators: extrapolation: sliding: False has no effect with times=1; "
-                "leave it out"
-            )
+            raise self.error("sliding: False has no effect with times=1; leave it out")
 
     @property
     def multiples(self) -> tuple[int, ...]:

@@ -1,8 +1,5 @@
 """The logit lens: predictions from the residual stream after each layer."""
 
-import dataclasses
-from typing import ClassVar
-
 import jax.numpy as jnp
 
 from transformer.evaluation.evaluators.base import EVALUATORS, NEEDS_TOKENS, OneBatch
@@ -11,15 +8,11 @@ from transformer.evaluation.subject import Metrics, Snapshot, Subject, token_los
 
 
 @EVALUATORS.register("logit_lens")
-@dataclasses.dataclass(frozen=True)
 class LogitLens(OneBatch):
-    """Predictions as if the stack ended after each layer (nostalgebraist 2020), on one batch.
+    """Predictions as if the stack ended after each layer (nostalgebraist 2020), on one batch."""
 
-    Measures their loss, and how often they agree with the predictions of the last layer.
-    """
-
-    in_training: ClassVar[bool] = True
-    metric_prefixes: ClassVar[tuple[str, ...]] = ("lens",)
+    in_training = True
+    metric_prefixes = ("lens",)
 
     def why_not(self, task):
         return None if task.objective.predicts_tokens else NEEDS_TOKENS

@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-from typing import ClassVar
 
 import numpy as np
 
@@ -17,7 +16,7 @@ from transformer.evaluation.subject import Metrics, Snapshot, Subject
 class LossByPosition(Evaluator):
     """Loss by position in the sequence, in `parts` equal parts. It shows the value of context."""
 
-    in_training: ClassVar[bool] = True
+    in_training = True
 
     parts: int = 8
 

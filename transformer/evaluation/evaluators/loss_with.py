@@ -2,9 +2,8 @@
 
 import dataclasses
 import re
-from typing import ClassVar
 
-from transformer.errors import UserError, nearest
+from transformer.errors import nearest
 from transformer.evaluation import losses
 from transformer.evaluation.evaluators.base import EVALUATORS, NEEDS_TOKENS, Evaluator
 from transformer.evaluation.subject import Metrics, Snapshot, Subject
@@ -19,16 +18,14 @@ class LossWith(Evaluator):
     Example: `dict(name="loss_with", change="model.causal=True")`.
     """
 
-    in_training: ClassVar[bool] = True
+    in_training = True
 
     change: str = ""
 
     def __post_init__(self):
         if not re.fullmatch(r"model\.[\w.]+=.+", self.change):
-            raise UserError(
-                f"train.evaluators: loss_with: change: {self.change!r} must be a field of the "
-                "model and its value: 'model.window=16'"
-            )
+            way_out = "must be a field of the model and its value: 'model.window=16'"
+            raise self.error(f"change: {self.change!r} {way_out}")
 
     def why_not(self, task):
         field = self.change.removeprefix("model.").partition("=")[0].partition(".")[0]
@@ -42,8 +39,6 @@ class LossWith(Evaluator):
         field, _, value = self.change.partition("=")
         changed = apply_overrides(subject.config, {field: value})
         if losses.shapes(changed.model) != losses.shapes(subject.config.model):
-            raise UserError(
-                f"train.evaluators: loss_with: {self.change} changes the shapes of parameters; "
-                "choose a field that keeps them"
-            )
+            way_out = "choose a field that keeps them"
+            raise self.error(f"{self.change} changes the shapes of parameters; {way_out}")
         yield f"loss_with/{self.change}", losses.mean(subject.with_config(changed), snapshot)[0]

@@ -1,25 +1,20 @@
 """Sensitivity of a model to the order of tokens."""
 
-import dataclasses
-from typing import ClassVar
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from transformer.errors import UserError
 from transformer.evaluation.evaluators.base import EVALUATORS, Metrics, OneBatch, Snapshot, Subject
 
 
 @EVALUATORS.register("order")
-@dataclasses.dataclass(frozen=True)
 class Order(OneBatch):
     """Change of the last prediction of a sequence when the tokens before it are permuted.
 
     Measured on one batch. It is zero for a model that ignores the order of tokens.
     """
 
-    in_training: ClassVar[bool] = True
+    in_training = True
 
     def why_not(self, task):
         if task.model.is_encoder_decoder or not task.objective.predicts_tokens:
@@ -44,9 +39,7 @@ class Order(OneBatch):
         count, length = first_batch["inputs"].shape
         full = np.flatnonzero((first_batch["segments"] > 0).all(axis=1))
         if not len(full):
-            raise UserError(
-                "train.evaluators: order needs a sequence without padding; set data.packing=True"
-            )
+            raise self.error("needs a sequence without padding; set data.packing=True")
         # Repeats sequences if too few are full, to keep the shape of the batch.
         chosen = np.resize(full, count)
         inputs = first_batch["inputs"][chosen]

@@ -1,7 +1,6 @@
 """Accuracy on synthetic tasks, at the lengths of training and beyond."""
 
 import dataclasses
-from typing import ClassVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +8,7 @@ import numpy as np
 from transformer.checks import at_least
 from transformer.data import probes
 from transformer.data.store import Texts
-from transformer.errors import UserError
+from transformer.errors import look_up
 from transformer.evaluation.evaluators.base import EVALUATORS, Evaluator, Metrics, Snapshot, Subject
 from transformer.evaluation.losses import reading
 from transformer.output import count
@@ -20,11 +19,11 @@ from transformer.output import count
 class Probe(Evaluator):
     """Accuracy on synthetic tasks (data/probes.py), at the training lengths and longer ones.
 
-    Draws separate examples of each length. Measures the share of answers without a mistake, and the
-    share of correct tokens. There are few distinct short questions, so they also occur in training.
+    Draws separate examples of each length. There are few distinct short questions, so they also
+    occur in training.
     """
 
-    in_training: ClassVar[bool] = True
+    in_training = True
 
     task: str = ""  # "": the task of data.train
     lengths: tuple[int, ...] = ()  # (): the longest length of data.train, times 1, 2 and 4
@@ -33,11 +32,9 @@ class Probe(Evaluator):
     def __post_init__(self):
         at_least("train.evaluators", self, 1, "examples")
         if self.task:
-            probes.look_up_task("train.evaluators: probe: task", self.task)
+            look_up(probes.TASKS, self.task, "train.evaluators: probe: task")
         if not all(isinstance(length, int) and length > 0 for length in self.lengths):
-            raise UserError(
-                f"train.evaluators: probe: lengths: {self.lengths} must be positive whole numbers"
-            )
+            raise self.error(f"lengths: {self.lengths} must be positive whole numbers")
 
     def why_not(self, task):
         if not task.objective.has_pairs:

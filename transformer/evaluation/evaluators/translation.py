@@ -1,7 +1,6 @@
 """BLEU and sample outputs during training."""
 
 import dataclasses
-from typing import ClassVar
 
 from transformer.checks import at_least
 from transformer.decoding.generate import Generator
@@ -19,7 +18,7 @@ class Translation(Evaluator):
     translates the whole split.
     """
 
-    in_training: ClassVar[bool] = True
+    in_training = True
 
     sentences: int = 100  # validation sentences to translate
     samples: int = 3  # translations to record as text

@@ -3,7 +3,6 @@
 Shape suffixes: B batch, T length, D d_model, F d_ff.
 """
 
-import dataclasses
 import functools
 
 import jax
@@ -19,7 +18,6 @@ from transformer.model.sharding import constrain
 
 
 @FEED_FORWARDS.register("dense")
-@dataclasses.dataclass(frozen=True)
 class Dense(FeedForward):
     """The same MLP for every token."""
 
@@ -39,11 +37,9 @@ class MLP(nn.Module):
 
     @nn.compact
     def __call__(self, x_BxTxD: jax.Array, tokens: Tokens, deterministic: bool) -> jax.Array:
-        cfg = self.config
+        cfg, names = self.config, ("embed", "ff")
         act = ACTIVATIONS[cfg.activation]
-        up = functools.partial(
-            Linear, cfg, (cfg.ff_size,), ("embed", "ff"), cfg.use_bias, self.gain
-        )
+        up = functools.partial(Linear, cfg, (cfg.ff_size,), names, cfg.use_bias, self.gain)
         h_BxTxF = up(name="in")(x_BxTxD)
         h_BxTxF = act(up(name="gate")(x_BxTxD)) * h_BxTxF if cfg.glu else act(h_BxTxF)
         h_BxTxF = constrain(h_BxTxF, ("batch", "length", "activation_ff"))

@@ -70,10 +70,9 @@ class Mixture(FeedForward):
         largest = "the largest published model has 2,048 (Switch-C)"
         at_most(section, self, MAX_EXPERTS, num_experts=largest, shared=few)
         if self.top_k > self.num_experts:
-            raise UserError(
-                f"model.feed_forward.top_k: {self.top_k} is more than num_experts = "
-                f"{self.num_experts}; lower top_k or raise num_experts"
-            )
+            problem = f"{self.top_k} is more than num_experts = {self.num_experts}"
+            way_out = "lower top_k or raise num_experts"
+            raise UserError(f"model.feed_forward.top_k: {problem}; {way_out}")
 
     def build(self, config, gain, out_gain):
         return functools.partial(Experts, config, gain, out_gain)
@@ -114,10 +113,8 @@ class Experts(nn.Module):
     def __call__(self, x_BxTxD: jax.Array, tokens: Tokens, deterministic: bool) -> jax.Array:
         cfg, kind = self.config, self.config.feed_forward_kind
         real_BxT = jnp.broadcast_to(tokens.segments_BxT > 0, x_BxTxD.shape[:2])
-        router = Linear(
-            cfg.part(dtype="float32"), (kind.num_experts,), (None, None), False, name="router"
-        )
-        logits_BxTxE = router(x_BxTxD)
+        exact, names = cfg.part(dtype="float32"), (None, None)
+        logits_BxTxE = Linear(exact, (kind.num_experts,), names, False, name="router")(x_BxTxD)
         p_BxTxE = jax.nn.softmax(logits_BxTxE, axis=-1)
         weights_BxTxK, experts_BxTxK = jax.lax.top_k(p_BxTxE, kind.top_k)
         if kind.normalize:
@@ -136,9 +133,8 @@ class Experts(nn.Module):
             return product(drop(key, rate, h) if rate else h, matrices["out"])
 
         dispatch = with_capacity(kind.capacity_factor) if kind.capacity_factor else dropless
-        y_BxTxD, lost = dispatch(
-            x_BxTxD, experts_BxTxK, weights_BxTxK, real_BxT, matrices, apply, key
-        )
+        chosen = experts_BxTxK, weights_BxTxK, real_BxT
+        y_BxTxD, lost = dispatch(x_BxTxD, *chosen, matrices, apply, key)
         if not self.is_initializing():
             costs = _costs(kind, logits_BxTxE, p_BxTxE, experts_BxTxK, real_BxT, lost)
             self.sow("losses", "costs", costs)
@@ -225,9 +221,8 @@ def with_capacity(factor: float):
         empty = jnp.full((E * C + 1,), T, jnp.int32)
         token_BxEC = jax.vmap(lambda slot_TK: empty.at[slot_TK].set(token_TK)[: E * C])(slot_BxTK)
         x_BxECxD = _take(jnp.pad(x_BxTxD, ((0, 0), (0, 1), (0, 0))), token_BxEC)
-        to_experts = lambda x_BxExCxD: constrain(
-            x_BxExCxD, ("expert_batch", "expert", "capacity", "activation_embed")
-        )
+        names = ("expert_batch", "expert", "capacity", "activation_embed")
+        to_experts = lambda x_BxExCxD: constrain(x_BxExCxD, names)
 
         def product(x_BxExCxI, m: Matrix):
             y_BxExCxO = jnp.einsum("BECI,EIO->BECO", x_BxExCxI, m.kernel_ExIxO)
@@ -270,13 +265,8 @@ def dropless(x_BxTxD, experts_BxTxK, weights_BxTxK, real_BxT, matrices, apply, k
             return Matrix(kernel, None if matrix.bias_ExO is None else bias)
 
         by_name = {name: by_matrix(name, matrix) for name, matrix in matrices.items()}
-        local = jax.shard_map(
-            local,
-            in_specs=(by_token, by_name, P()),
-            out_specs=by_token,
-            axis_names=manual,
-            check_vma=False,
-        )
+        specs = {"in_specs": (by_token, by_name, P()), "out_specs": by_token}
+        local = jax.shard_map(local, axis_names=manual, check_vma=False, **specs)
     return local((x_BxTxD, experts_BxTxK, weights_BxTxK), matrices, key), jnp.zeros(())
 
 
@@ -290,9 +280,8 @@ def _sorted(apply, axes, expert, embed, ff, gather_tokens, tokens, matrices, key
     gather_tokens: whether tokens are spread over `expert` too.
     """
     if embed:
-        gather_embed = lambda name, x: jax.lax.all_gather(
-            x, embed, axis=1 + _AXES[name].index("embed"), tiled=True
-        )
+        axis = lambda name: 1 + _AXES[name].index("embed")
+        gather_embed = lambda name, x: jax.lax.all_gather(x, embed, axis=axis(name), tiled=True)
         matrices = _map_kernels(gather_embed, matrices)
     if key is not None and axes:
         key = jax.random.fold_in(key, jax.lax.axis_index(axes))

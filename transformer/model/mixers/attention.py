@@ -94,9 +94,8 @@ class Attention(nn.Module):
         if state is not None:
             kv, k_tokens, new = extend(state, new, context)
         mask, tokens = self_mask(self.config, self.side), (context.tokens, k_tokens)
-        out_BxTxD = self._attend(
-            x_BxTxD, (q_BxTxNxH, kv), mask, tokens, position, deterministic, context.index
-        )
+        options = position, deterministic, context.index
+        out_BxTxD = self._attend(x_BxTxD, (q_BxTxNxH, kv), mask, tokens, *options)
         return out_BxTxD, new
 
     def _queries(self, x_BxTxD: jax.Array) -> jax.Array:
@@ -110,15 +109,11 @@ class Attention(nn.Module):
         v_BxSxKxH = self._heads("value", self.config.kv_heads, self.gain)(x_BxSxD)
         return self._normalized("key_norm", k_BxSxKxH), v_BxSxKxH
 
-    def _attend(
-        self, x_BxTxD, q_and_kv, mask, tokens, position, deterministic, index=None
-    ) -> jax.Array:
+    def _attend(self, x_BxTxD, q_and_kv, mask, tokens, position, deterministic, index=None):
         """Returns the output, [B, T, D]. `tokens` are those of the queries and of the keys."""
         cfg, (q_BxTxNxH, kv) = self.config, q_and_kv
-        qkv = (q_BxTxNxH, *map(by_head, kv))
-        out_BxTxNxH = inner_attention(
-            self, qkv, mask, *tokens, position, cfg.head_size, deterministic, index
-        )
+        qkv, options = (q_BxTxNxH, *map(by_head, kv)), (cfg.head_size, deterministic, index)
+        out_BxTxNxH = inner_attention(self, qkv, mask, *tokens, position, *options)
         if cfg.attention_gate:
             out_BxTxNxH *= jax.nn.sigmoid(self._gate(x_BxTxD))
         if not cfg.attention_out:
@@ -215,9 +210,8 @@ def inner_attention(
         sink_N = module.param("sink", zeros, (cfg.num_heads,), cfg.param_dtype)
     scale = size**-0.5 * (cfg.base.head_size / cfg.head_size) ** 0.5
     scale = scale if cfg.attention_scale is None else cfg.attention_scale
-    inputs = attention_backends.Inputs(
-        mask, q_tokens, k_tokens, position, scale, cfg.attention_soft_cap, sink_N
-    )
+    tokens, soft_cap = (q_tokens, k_tokens), cfg.attention_soft_cap
+    inputs = attention_backends.Inputs(mask, *tokens, position, scale, soft_cap, sink_N)
     if index is not None:
         inputs = inputs.replace(first=jnp.stack([index, jnp.zeros_like(index)]))
     if cfg.attention_dropout and not deterministic:

@@ -1,5 +1,4 @@
-"""Gated DeltaNet: a linear memory with a forget gate and delta-rule writes (Yang et al. 2024,
-arXiv:2412.06464).
+"""Gated DeltaNet (Yang et al. 2024, arXiv:2412.06464).
 
 Shape suffixes: B batch, T length, D d_model, N heads, H d_head (of queries and keys), V d_value, W
 past tokens that the convolution reads (conv - 1, but at least 1), L = W + T, F = 2 H + V convolved
@@ -62,10 +61,8 @@ class GatedDelta(Mixer):
 
     def check(self, config, side):
         if side == "encoder" or not config.causal or config.prefix_lm:
-            return (
-                "model.mixer: 'gated_delta' is causal; "
-                "set model.family='decoder', model.causal=True and model.prefix_lm=False"
-            )
+            way_out = "set model.family='decoder', model.causal=True and model.prefix_lm=False"
+            return f"model.mixer: 'gated_delta' is causal; {way_out}"
         return None
 
     def build(self, config, side, gain, out_gain):
@@ -97,12 +94,9 @@ class GatedDeltaNet(nn.Module):
         state = kind.empty_state(cfg, batch, length) if state is None else state
         real_BxTx1 = (tokens.segments_BxT > 0)[..., None]
 
-        qkv_BxTxNxF = [
-            self._heads("query", d_head)(x_BxTxD),
-            self._heads("key", d_head)(x_BxTxD),
-            self._heads("value", cfg.value_size, self.gain)(x_BxTxD),
-        ]
-        qkv_BxTxNxF = jnp.where(real_BxTx1[..., None], jnp.concatenate(qkv_BxTxNxF, axis=-1), 0)
+        q, k = (self._heads(name, d_head)(x_BxTxD) for name in ("query", "key"))
+        v = self._heads("value", cfg.value_size, self.gain)(x_BxTxD)
+        qkv_BxTxNxF = jnp.where(real_BxTx1[..., None], jnp.concatenate([q, k, v], axis=-1), 0)
         inputs_BxLxNxF = jnp.concatenate([state.tail_BxWxNxF, qkv_BxTxNxF], axis=1)
         segments_BxL = jnp.concatenate([state.segments_BxW, tokens.segments_BxT], axis=1)
         qkv_BxTxNxF = nn.silu(self._convolved(inputs_BxLxNxF, segments_BxL, length))
@@ -116,11 +110,10 @@ class GatedDeltaNet(nn.Module):
         recurrence = single_step if length == 1 else chunked
         o_BxTxNxV, s = recurrence(q, k, v, log_a_BxTxN, b_BxTxN, document_BxT, state.s_BxNxHxV)
 
-        norm = functools.partial(
-            cfg.norm_module, kind="rmsnorm", gain=True, offset=False, zero_centered=False
-        )
+        plain = {"kind": "rmsnorm", "gain": True, "offset": False, "zero_centered": False}
+        norm = cfg.norm_module(**plain, name="norm")
         gate_BxTxNxV = self._heads("gate", cfg.value_size)(x_BxTxD)
-        o_BxTxNxV = norm(name="norm")(o_BxTxNxV.astype(cfg.dtype)) * nn.silu(gate_BxTxNxV)
+        o_BxTxNxV = norm(o_BxTxNxV.astype(cfg.dtype)) * nn.silu(gate_BxTxNxV)
         width = state.segments_BxW.shape[1]
         new_state = GatedDeltaState(s, inputs_BxLxNxF[:, -width:], segments_BxL[:, -width:])
         return merge_heads(self, o_BxTxNxV, bias=False), new_state
@@ -227,9 +220,8 @@ def chunked_recurrence(q, k, v, log_a, b, document_BxT, s_BxNxHxV, *, size: int)
     a = jnp.tril(b[..., None] * e * jnp.einsum("BNXIH,BNXJH->BNXIJ", k, k), -1)
     decay = jnp.where(continues, jnp.exp(c), 0.0)[..., None]
     rhs = jnp.concatenate([b[..., None] * v, b[..., None] * decay * k], axis=-1)
-    solved = jax.lax.linalg.triangular_solve(
-        a + jnp.eye(size), rhs, left_side=True, lower=True, unit_diagonal=True
-    )
+    triangle = {"left_side": True, "lower": True, "unit_diagonal": True}
+    solved = jax.lax.linalg.triangular_solve(a + jnp.eye(size), rhs, **triangle)
     u, w = jnp.split(solved, [v.shape[-1]], axis=-1)
     scores = e * jnp.einsum("BNXIH,BNXJH->BNXIJ", q, k)
     per_chunk = (decay * q, scores, u, w, e[..., -1, :, None] * k, decay[..., -1:, :])

@@ -1,5 +1,4 @@
-"""Multi-head latent attention: the keys and values of all heads come from one small vector per
-token (DeepSeek-AI 2024, "DeepSeek-V2").
+"""Multi-head latent attention (DeepSeek-AI 2024, "DeepSeek-V2").
 
 Shape suffixes: B batch, T query length, S key length, D d_model, N heads, H d_head, V d_value,
 R kv_rank, P size of the rotated part (d_rope, unless the position scheme widens it).
@@ -68,10 +67,8 @@ class MLA(Mixer):
         if rope < 1:
             return "model.mixer.d_rope: 0 defaults to d_head / 2, which is less than 1; set it"
         if "rotate" in build(config.layer_position).hooks and rope % 2:
-            return (
-                f"model.mixer.d_rope: {rope} must be even, because model.position = "
-                f"{config.layer_position!r} rotates pairs of features"
-            )
+            why = f"model.position = {config.layer_position!r} rotates pairs of features"
+            return f"model.mixer.d_rope: {rope} must be even, because {why}"
         return None
 
     def facts(self, config, facts):
@@ -126,17 +123,13 @@ class LatentAttention(nn.Module):
         q = jnp.concatenate([q_BxTxNxH, q_BxTxNxP], axis=-1)
         k = jnp.concatenate([k_BxSxKxH, k_BxSxKxP], axis=-1)
         qkv, mask, size = (q, k, v_BxSxKxV), self_mask(cfg, self.side), cfg.head_size + self.d_rope
-        tokens = (context.tokens, k_tokens)
-        out = inner_attention(
-            self, qkv, mask, *tokens, position, size, deterministic, context.index
-        )
+        tokens, index = (context.tokens, k_tokens), context.index
+        out = inner_attention(self, qkv, mask, *tokens, position, size, deterministic, index)
         if absorbed:
             out = jnp.einsum("BTNR,RNV->BTNV", out, w_v_RxNxV)
         return merge_heads(self, out, bias=False), state
 
-    def _project(
-        self, x_BxTxD: jax.Array, position: Position
-    ) -> tuple[jax.Array, jax.Array, Latent]:
+    def _project(self, x_BxTxD, position: Position) -> tuple[jax.Array, jax.Array, Latent]:
         """Returns the queries, their rotated parts, and the latent state of these tokens."""
         cfg, q_input, q_axis = self.config, x_BxTxD, "embed"
         if self.q_rank:

@@ -68,20 +68,14 @@ class Recurrent(Mixer):
 
     def check(self, config, side):
         if side == "encoder" and config.d_model % 2:
-            return (
-                f"model.d_model: {config.d_model} must be even: "
-                f"model.mixer = {self.name!r} has two directions in an encoder"
-            )
+            why = f"model.mixer = {self.name!r} has two directions in an encoder"
+            return f"model.d_model: {config.d_model} must be even: {why}"
         if side == "decoder" and (not config.causal or config.prefix_lm):
-            return (
-                f"model.mixer: {self.name!r} is causal in a decoder; "
-                "set model.causal=True and model.prefix_lm=False"
-            )
+            way_out = "set model.causal=True and model.prefix_lm=False"
+            return f"model.mixer: {self.name!r} is causal in a decoder; {way_out}"
         if not config.is_encoder_decoder and self.source != "cross_attention":
-            return (
-                f"model.mixer.source: {self.source!r} needs an encoder, but model.family = "
-                f"{config.family!r}; leave it at 'cross_attention'"
-            )
+            problem = f"{self.source!r} needs an encoder, but model.family = {config.family!r}"
+            return f"model.mixer.source: {problem}; leave it at 'cross_attention'"
         return None
 
     def build(self, config, side, gain, out_gain):
@@ -217,11 +211,10 @@ class Directions(nn.Module):
 
     @nn.compact
     def __call__(self, x_BxTxD, context: Context, position, state, deterministic):
-        outputs, units = [], self.config.d_model // len(self.directions)
+        cfg, outputs = self.config, []
+        units = cfg.d_model // len(self.directions)
         for name in self.directions:
-            one_way = Recurrence(
-                self.config, self.kind, units, self.gain, name == "backward", name=name
-            )
+            one_way = Recurrence(cfg, self.kind, units, self.gain, name == "backward", name=name)
             h_BxTxG, _, new_state = one_way(x_BxTxD, context.tokens, state)
             outputs.append(h_BxTxG)
         return jnp.concatenate(outputs, axis=-1), new_state
