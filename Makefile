@@ -2,6 +2,7 @@
 # make install   only install
 # make test      install the test dependencies and run the tests
 # make ablation  train norm placements and position schemes with three seeds, and write the report
+# make coverage  measure how often intervals of compute multipliers contain the truth, on known laws
 # make faults    inject random faults for an hour (kills, flipped bits, damaged files, odd configs)
 # make slice     with the newest supported Python that is installed: install, import, train a small
 #                model, evaluate it, generate, plan
@@ -41,6 +42,9 @@ test: .venv/installed-test
 	@# not repeated.
 	$(BIN)/python -m pytest -n 2 --reruns 1 --only-rerun 'crashed while running'
 
+coverage: .venv/installed
+	$(BIN)/python tests/law_coverage.py --profile
+
 faults: .venv/installed-test
 	cd tests && ../$(BIN)/python -m faults --minutes=60
 
@@ -76,4 +80,4 @@ lint: .venv/installed-test
 		--constraint constraints.txt --editable '.[docs]'
 	@touch $@ .venv/installed
 
-.PHONY: run install docs ablation test faults slice lint
+.PHONY: run install docs ablation test coverage faults slice lint
