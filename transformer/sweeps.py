@@ -139,6 +139,8 @@ class Sweep:
     declared: Mapping[str, str] = dataclasses.field(default_factory=dict)
     match: str = ""
     controls: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    # Of lab/ladder.py: arm -> its "arm" and "size", "N" parameters, and whether it is "held_out".
+    ladder: Mapping[str, Mapping] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
         if not isinstance(self.grid, Grid):
@@ -188,6 +190,13 @@ class Sweep:
         object.__setattr__(self, "higher_is_better", direction)
         object.__setattr__(self, "baseline", self.baseline or names[0])
         object.__setattr__(self, "seeds", seeds)
+
+    def reference(self, arm: str) -> str:
+        """Returns the arm to match: the baseline or, in a ladder, the baseline of that size."""
+        size = lambda name: self.ladder[name]["size"]
+        same = [x for x in self.ladder if x in self.points and size(x) == size(arm)]
+        alike = [x for x in same if self.ladder[x]["arm"] == self.ladder[self.baseline]["arm"]]
+        return alike[0] if alike else self.baseline
 
     @property
     def arms(self) -> dict[str, Changes]:

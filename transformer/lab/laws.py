@@ -15,6 +15,9 @@ EXPONENTS = (0.05, 1.5)
 FLOOR = 0.01
 """Lower bound of E, in nats. A fit with E at this bound has failed."""
 
+LEAST = 1e-9
+"""Lower bound of the terms A N^-alpha and B D^-beta at the center of the points, in nats."""
+
 DELTA = 1e-3
 """Residual of log L above which the Huber loss is linear."""
 
@@ -90,7 +93,8 @@ def fit_projected(N, D, L, weights=None, start: Law | None = None, floor: float 
         x = np.linalg.solve(gram, right[..., None])[..., 0]
         bound = x[:, 0] < 0 if floor is None else np.full(len(x), True)
         rest = np.linalg.solve(gram[:, 1:, 1:], right[:, 1:, None])[..., 0]
-        x = np.maximum(np.where(bound[:, None], np.pad(rest, ((0, 0), (1, 0))), x), 0.0)
+        x = np.where(bound[:, None], np.pad(rest, ((0, 0), (1, 0))), x)
+        x = np.maximum(x, [0.0, LEAST, LEAST])
         r = y_SxP - np.einsum("spc,sc->sp", X, x)
         X[bound, :, 0] = 0.0
         return X, x, r, (r * r).sum(1)
@@ -171,10 +175,9 @@ def condition(law: Law, N, D) -> float:
 
 def unidentified(N, D, runs) -> str:
     """Returns why a design cannot identify a law, whatever the losses are; "" if it can."""
-    sizes, ratios = len(np.unique(N)), len(np.unique(np.round(np.log(D / N), 2)))
-    if sizes < 3:
+    if (sizes := len(np.unique(N))) < 3:
         return f"{sizes} model size{'s' * (sizes > 1)}; E, A and alpha need 3 or more"
-    if ratios < 2:
+    if np.ptp(np.log(D / N)) < 0.1:
         return "one budget of tokens per parameter, so N and D vary together; use 2 or more"
     if len(runs) < 6:
         return f"{len(runs)} runs; intervals need 6 or more, because sizes take up 3 parameters"
@@ -184,7 +187,9 @@ def unidentified(N, D, runs) -> str:
 def problem(law: Law, N, D) -> str:
     """Returns why a fitted law cannot be used; "" if it can."""
     ends = [x for x in ("alpha", "beta") if np.isclose(getattr(law, x), EXPONENTS).any()]
-    ends += [x for x, least in (("E", FLOOR), ("A", 0), ("B", 0)) if getattr(law, x) <= least]
+    terms = {"A": law.A * N**-law.alpha, "B": law.B * D**-law.beta}
+    ends += [name for name, nats in terms.items() if nats.min() < 10 * LEAST]
+    ends += ["E"] * (law.E <= FLOOR)
     if ends:
         values = ", ".join(f"{name} = {getattr(law, name):.3g}" for name in ends)
         return f"the fit ended at a bound ({values})"

@@ -77,10 +77,11 @@ class Fit:
 
 def log_multiplier(base: Law, arm: Law, C: float, base_cost: Cost, arm_cost: Cost):
     """Returns ln k(C). It is infinite if the arm's loss is below the baseline's E."""
-    G, gamma = base.frontier(base_cost)
-    above = np.asarray(arm.at(C, arm_cost) - base.E)
-    logs = np.log(np.maximum(above, 1e-300) / G)
-    return np.where(above > 0, -logs / gamma - np.log(C), np.inf)
+    with np.errstate(all="ignore"):  # laws without one of the terms
+        G, gamma = base.frontier(base_cost)
+        above = np.asarray(arm.at(C, arm_cost) - base.E)
+        logs = -np.log(np.maximum(above, 1e-300) / G) / gamma - np.log(C)
+    return np.where((above > 0) & ~np.isnan(logs), logs, np.inf)
 
 
 @dataclasses.dataclass(frozen=True)
