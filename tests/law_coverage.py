@@ -95,7 +95,7 @@ def covers(design: Design, seed: int, replicas: int = 400, profiled: bool = Fals
     C, within = design.C, lambda interval, truth: interval.low <= truth <= interval.high
     k, earlier = design.multiplier(C), design.multiplier(C / 100)
     found = scaling.multiplier("arm", C)
-    inside = [within(found, k), within(scaling.change("arm", C / 100, C), k / earlier)]
+    inside = [within(found, k), within(scaling.multiplier("arm", C, since=C / 100), k / earlier)]
     N = design.sizes[-1] * 3
     seen = design.arm.loss(N, 5 * N) * np.exp(
         np.random.default_rng([seed, 1]).normal(0, np.hypot(design.run, design.point))

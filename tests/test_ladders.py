@@ -1,5 +1,6 @@
 """Ladders: sweeps over sizes and budgets, and the section "Scaling" of their reports."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -92,7 +93,7 @@ def test_budgets_in_flops_are_spent():
         ({"budgets": (20,)}, "one budget of tokens per parameter"),
         ({"budgets": ()}, "use positive numbers"),
         ({"per": "token"}, "per 'token'"),
-        ({"seeds": 1}, "3 runs; intervals need 6 or more.*largest size is held out"),
+        ({"seeds": 1}, "3 runs; intervals need 6 or more.*largest size, D, is held out"),
     ],
 )
 def test_designs_without_a_law_are_refused(options, message):
@@ -110,6 +111,8 @@ def test_arms_are_compared_with_the_baseline_of_their_size():
     }
     (line,) = guard.undeclared(sweep, facts)
     assert line == "parameters: pre-A 100, peri-A 107, and 3 more"
+    facts["pre-B"] = dataclasses.replace(facts["pre-B"], data=("length=8",))
+    assert guard.undeclared(sweep, facts)[1].endswith("pre-B length=8, peri-B none of these")
     assert sweep.reference("peri-C") == "pre-C" and Sweep(NORMS).reference("peri") == "pre"
 
 

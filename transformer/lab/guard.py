@@ -111,7 +111,7 @@ def undeclared(sweep: Sweep, facts: Mapping[str, Facts]) -> list[str]:
             more = f", and {len(different) - 1} more" if len(different) > 1 else ""
             lines.append(
                 f"{name}: {sweep.reference(arm)} {_spell(name, base[arm], fact)}, "
-                f"{arm} {_spell(name, fact, base)}{more}"
+                f"{arm} {_spell(name, fact, base[arm])}{more}"
             )
     return lines
 

@@ -5,33 +5,21 @@ and beta, are nearly collinear: compare arms by what their laws predict, and nev
 """
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 from scipy.optimize import minimize
 
-EXPONENTS = (0.05, 1.5)
-"""Bounds of alpha and beta. A fit with an exponent at a bound has failed."""
-
-FLOOR = 0.01
-"""Lower bound of E, in nats. A fit with E at this bound has failed."""
-
-LEAST = 1e-9
-"""Lower bound of the terms A N^-alpha and B D^-beta at the center of the points, in nats."""
-
-DELTA = 1e-3
-"""Residual of log L above which the Huber loss is linear."""
-
-CONDITION = 3000.0
-"""Condition number of the scaled Jacobian above which a law is not identified. That of the data of
-Hoffmann et al. is 220."""
+EXPONENTS = (0.05, 1.5)  # bounds of alpha and beta
+FLOOR, LEAST = 0.01, 1e-9  # lower bounds of E, and of the other terms at the center of the points
+DELTA = 1e-3  # the residual of log L above which the Huber loss is linear
+CONDITION = 3000.0  # largest condition number of an identified law; Hoffmann et al.: 220
 
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """Training FLOPs per token as a power law c N^m of the parameters, fitted to the sizes.
-
-    The usual 6 N leaves out attention and unembedding, which dominate small models.
-    """
+    """Training FLOPs per token as a power law c N^m, which also holds with attention and
+    unembedding. These dominate small models."""
 
     c: float = 6.0
     m: float = 1.0
@@ -47,11 +35,11 @@ class Cost:
 class Law:
     """The parameters of a law: numbers, or arrays with one entry for each of several laws."""
 
-    E: np.ndarray | float
-    A: np.ndarray | float
-    B: np.ndarray | float
-    alpha: np.ndarray | float
-    beta: np.ndarray | float
+    E: Any
+    A: Any
+    B: Any
+    alpha: Any
+    beta: Any
 
     def loss(self, N, D):
         """Returns L(N, D)."""
@@ -101,11 +89,10 @@ def fit_projected(N, D, L, weights=None, start: Law | None = None, floor: float 
 
     if start is None:
         grid = np.geomspace(*EXPONENTS, 24)
-        alpha, beta = (x.ravel() for x in np.meshgrid(grid, grid))
-        best = linear(alpha, beta)[-1].argmin(keepdims=True)
+        powers = np.stack(np.meshgrid(grid, grid), -1).reshape(-1, 2)
+        powers = powers[linear(*powers.T)[-1].argmin(keepdims=True)]
     else:
-        alpha, beta, best = np.array([start.alpha]), np.array([start.beta]), [0] * len(y_SxP)
-    powers = np.stack([alpha[best], beta[best]], -1)
+        powers = np.tile([start.alpha, start.beta], (len(y_SxP), 1))
     now, damping = linear(*powers.T), np.full(len(powers), 1e-3)
     for _ in range(60):
         X, x, r, squares = now
@@ -118,8 +105,8 @@ def fit_projected(N, D, L, weights=None, start: Law | None = None, floor: float 
         then, change = linear(*moved.T), np.abs(moved - powers).max()
         better = then[-1] <= squares
         now = tuple(
-            np.where(better.reshape(-1, *[1] * (old.ndim - 1)), new, old)
-            for new, old in zip(then, now, strict=True)
+            np.where(better.reshape(-1, *[1] * (a.ndim - 1)), b, a)
+            for a, b in zip(now, then, strict=True)
         )
         powers = np.where(better[:, None], moved, powers)
         damping = np.where(better, damping / 9, damping * 9)
@@ -146,10 +133,9 @@ def huber_objective(x, n, d, log_L):
 
 
 def fit_huber(N, D, L, starts: int = 40) -> tuple[Law, float]:
-    """Returns the law of Approach 3, and the share of starts that reach it.
+    """Returns the law of Approach 3, which resists outliers, and the share of starts that reach it.
 
-    It resists outliers. Starts are drawn from the grid of Hoffmann et al., of which 43 % reach the
-    minimum on their data.
+    Starts are drawn from the grid of Hoffmann et al. On their data, 43 % reach the minimum.
     """
     points, draw = (np.log(N), np.log(D), np.log(L)), np.random.default_rng(0).choice
     tens, halves = np.arange(0, 26, 5.0), np.arange(0, 2.1, 0.5)
@@ -157,20 +143,11 @@ def fit_huber(N, D, L, starts: int = 40) -> tuple[Law, float]:
     bounds = [(np.log(FLOOR), None), (None, None), (None, None), EXPONENTS, EXPONENTS]
     options = {"ftol": 1e-15, "gtol": 1e-10, "maxiter": 20_000, "maxfun": 40_000}
     scaled = lambda x: tuple(1e6 * part for part in huber_objective(x, *points))
-    found = [
-        minimize(scaled, x, jac=True, method="L-BFGS-B", bounds=bounds, options=options)
-        for x in np.transpose(drawn)
-    ]
+    solve = {"jac": True, "method": "L-BFGS-B", "bounds": bounds, "options": options}
+    found = [minimize(scaled, x, **solve) for x in np.transpose(drawn)]
     best = min(found, key=lambda result: result.fun)
     reached = np.mean([result.fun <= 1.001 * best.fun + 1e-6 for result in found])
     return Law(*map(float, (*np.exp(best.x[:3]), *best.x[3:]))), float(reached)
-
-
-def condition(law: Law, N, D) -> float:
-    """Returns the condition number of d log L / d (parameters), with columns of unit length."""
-    e, a, b = law.E + 0 * N, law.A * N**-law.alpha, law.B * D**-law.beta
-    J = np.stack([e, a, b, a * np.log(N), b * np.log(D)], 1) / law.loss(N, D)[:, None]
-    return float(np.linalg.cond(J / np.linalg.norm(J, axis=0)))
 
 
 def unidentified(N, D, runs) -> str:
@@ -179,23 +156,27 @@ def unidentified(N, D, runs) -> str:
         return f"{sizes} model size{'s' * (sizes > 1)}; E, A and alpha need 3 or more"
     if np.ptp(np.log(D / N)) < 0.1:
         return "one budget of tokens per parameter, so N and D vary together; use 2 or more"
-    if len(runs) < 6:
-        return f"{len(runs)} runs; intervals need 6 or more, because sizes take up 3 parameters"
-    return ""
+    few = f"{len(runs)} runs; intervals need 6 or more, because sizes take up 3 parameters"
+    return few if len(runs) < 6 else ""
 
 
 def problem(law: Law, N, D) -> str:
-    """Returns why a fitted law cannot be used; "" if it can."""
-    ends = [x for x in ("alpha", "beta") if np.isclose(getattr(law, x), EXPONENTS).any()]
+    """Returns why a fitted law cannot be used: an active bound, or bad conditioning; "" if it can.
+
+    The condition number is that of d log L / d (parameters), with columns of unit length.
+    """
     terms = {"A": law.A * N**-law.alpha, "B": law.B * D**-law.beta}
-    ends += [name for name, nats in terms.items() if nats.min() < 10 * LEAST]
-    ends += ["E"] * (law.E <= FLOOR)
+    ends = [x for x in ("alpha", "beta") if np.isclose(getattr(law, x), EXPONENTS).any()]
+    ends += [x for x, nats in terms.items() if nats.min() < 10 * LEAST] + ["E"] * (law.E <= FLOOR)
     if ends:
-        values = ", ".join(f"{name} = {getattr(law, name):.3g}" for name in ends)
-        return f"the fit ended at a bound ({values})"
-    number = condition(law, N, D)
-    within = number <= CONDITION
-    return "" if within else f"the points determine no law (condition number {number:,.0f})"
+        return (
+            f"the fit ended at a bound ({', '.join(f'{x} = {getattr(law, x):.3g}' for x in ends)})"
+        )
+    a, b = terms.values()
+    J = np.stack([law.E + 0 * N, a, b, a * np.log(N), b * np.log(D)], 1) / law.loss(N, D)[:, None]
+    number = np.linalg.cond(J / np.linalg.norm(J, axis=0))
+    bad = f"the points determine no law (condition number {number:,.0f})"
+    return bad if number > CONDITION else ""
 
 
 def isoflop(N, C, L) -> list[tuple[float, float, float]]:
@@ -205,10 +186,9 @@ def isoflop(N, C, L) -> list[tuple[float, float, float]]:
     """
     minima, order = [], np.argsort(C)
     for group in np.split(order, np.flatnonzero(np.diff(np.log(C[order])) > 0.05) + 1):
-        if len(np.unique(N[group])) >= 3:
-            center = np.log(N[group]).mean()
-            c2, c1, c0 = np.polyfit(np.log(N[group]) - center, L[group], 2)
-            if c2 > 0 and abs(c1 / (2 * c2)) <= np.ptp(np.log(N[group])):
-                best = float(np.exp(center - c1 / (2 * c2))), float(c0 - c1**2 / (4 * c2))
+        if len(np.unique(n := np.log(N[group]))) >= 3:
+            c2, c1, c0 = np.polyfit(n - n.mean(), L[group], 2)
+            if c2 > 0 and abs(c1 / (2 * c2)) <= np.ptp(n):
+                best = float(np.exp(n.mean() - c1 / (2 * c2))), float(c0 - c1**2 / (4 * c2))
                 minima.append((float(np.exp(np.log(C[group]).mean())), *best))
     return minima

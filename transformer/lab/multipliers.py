@@ -25,9 +25,6 @@ from transformer.lab.statistics import LEVEL
 Run = tuple[str, int]
 """Name of a size, and seed."""
 
-FEWEST = 6
-"""Fewest runs for an interval."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Points:
@@ -41,13 +38,8 @@ class Points:
 
     def rows(self, runs) -> "Points":
         """Returns the points of some runs, in their order."""
-        index = [self.runs.index(run) for run in runs]
-        return Points(tuple(runs), self.N[index], self.D[index], self.C[index], self.loss[index])
-
-    @property
-    def at(self):
-        """N and D of all points, in one dimension."""
-        return self.N.ravel(), self.D.ravel()
+        i = [self.runs.index(run) for run in runs]
+        return Points(tuple(runs), self.N[i], self.D[i], self.C[i], self.loss[i])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,8 +52,7 @@ class Estimate:
 
     def exp(self) -> "Estimate":
         """Returns the exponential of the number and of its interval."""
-        ends = (self.value, self.low, self.high)
-        return Estimate(*(math.exp(min(x, 700.0)) for x in ends))
+        return Estimate(*(math.exp(min(x, 700.0)) for x in (self.value, self.low, self.high)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,22 +94,14 @@ class Scaling:
         wider = stats.t.ppf(tail, len(self.runs) - 3) / stats.norm.ppf(tail)
         return Estimate(value, *(float(value + wider * (end - value)) for end in ends))
 
-    def _log_k(self, arm: str, C: float, of: str):
-        """Returns ln k(C) by the fitted law (`of` = "law") or by the resampled ones."""
-        base, other = self.fits[self.baseline], self.fits[arm]
-        return log_multiplier(getattr(base, of), getattr(other, of), C, base.cost, other.cost)
-
-    def multiplier(self, arm: str, C: float) -> Estimate:
-        """Returns k(C)."""
-        return self.interval(*(self._log_k(arm, C, of) for of in ("law", "resampled"))).exp()
-
-    def change(self, arm: str, C: float, later: float) -> Estimate:
-        """Returns k(later) / k(C). Above 1, the arm gains with scale."""
-        with np.errstate(invalid="ignore"):
-            logs = [
-                self._log_k(arm, later, of) - self._log_k(arm, C, of) for of in ("law", "resampled")
-            ]
-        return self.interval(*(np.nan_to_num(x, posinf=np.inf) for x in logs)).exp()
+    def multiplier(self, arm: str, C: float, since: float | None = None) -> Estimate:
+        """Returns k(C), or k(C) / k(since), which is above 1 if the arm gains with scale."""
+        base, other, logs = self.fits[self.baseline], self.fits[arm], []
+        for laws in ((base.law, other.law), (base.resampled, other.resampled)):
+            of = lambda C, laws=laws: log_multiplier(laws[0], laws[1], C, base.cost, other.cost)
+            earlier = 0.0 if since is None else of(since)
+            logs.append(np.where(np.isinf(earlier), 0.0, of(C) - np.nan_to_num(earlier)))
+        return self.interval(*logs).exp()
 
     def predict(self, arm: str, N: float, D: float, seeds: int = 1) -> Estimate:
         """Returns the mean loss of `seeds` new runs at N and D. The interval includes their noise,
@@ -129,8 +112,8 @@ class Scaling:
 
     def crossings(self, arm: str, low: float, high: float) -> list[float]:
         """Returns the budgets between two at which k crosses 1."""
-        C = np.geomspace(low, high, 400)
-        above = np.array([self._log_k(arm, x, "law") > 0 for x in C])
+        C, base, other = np.geomspace(low, high, 400), self.fits[self.baseline], self.fits[arm]
+        above = base.law.at(C, base.cost) > other.law.at(C, other.cost)
         return C[1:][above[1:] != above[:-1]].tolist()
 
     def with_fixed_floor(self, arm: str, C: float) -> list[float]:
@@ -138,10 +121,13 @@ class Scaling:
         pair = (self.fits[self.baseline], self.fits[arm])
         E, error, found = pair[0].law.E, float(np.std(pair[0].resampled.E)), []
         for floor in (E - error, E, E + error):
-            laws = [fit_projected(*x.points.at, x.points.loss.ravel(), floor=floor) for x in pair]
-            log_k = log_multiplier(*laws, C, pair[0].cost, pair[1].cost)
-            found.append(float(np.exp(log_k)))
+            one, two = (_fit(x.points, x.points.loss.ravel(), floor=floor) for x in pair)
+            found.append(float(np.exp(log_multiplier(one, two, C, pair[0].cost, pair[1].cost))))
         return found
+
+
+def _fit(x: Points, losses, **options) -> Law:
+    return fit_projected(x.N.ravel(), x.D.ravel(), losses, **options)
 
 
 def fit_all(
@@ -151,28 +137,25 @@ def fit_all(
     laws, why_not = {}, {}
     for name, x in arms.items():
         if not (why := unidentified(x.N, x.D, x.runs)):
-            laws[name] = fit_projected(*x.at, x.loss.ravel())
-            why = problem(laws[name], *x.at)
+            laws[name] = _fit(x, x.loss.ravel())
+            why = problem(laws[name], x.N.ravel(), x.D.ravel())
         if why:
             why_not[name] = why
             laws.pop(name, None)
-    shared = set.intersection(*(set(arms[name].runs) for name in laws)) if laws else set()
-    if laws and len(shared) < FEWEST:
-        reason = f"the arms have {len(shared)} runs (size and seed) in common; use {FEWEST} or more"
+    runs = tuple(sorted(set.intersection(*(set(arms[x].runs) for x in laws)))) if laws else ()
+    if laws and len(runs) < 6:
+        reason = f"the arms have {len(runs)} runs (size and seed) in common; use 6 or more"
         return Scaling({}, baseline, why_not | dict.fromkeys(laws, reason), ())
-    runs, fits = tuple(sorted(shared)), {}
-    targets = sorted({run for name in laws for run in arms[name].runs})
+    targets, fits = sorted({run for name in laws for run in arms[name].runs}), {}
     drawn = np.random.default_rng(seed).integers(max(len(runs), 1), size=(replicas, len(targets)))
     for name, law in laws.items():
-        x = arms[name]
-        common, expected = x.rows(runs), law.loss(x.N, x.D)
+        x, common = arms[name], arms[name].rows(runs)
         residuals = np.log(common.loss / law.loss(common.N, common.D))
         residuals = (residuals - residuals.mean(0)) * math.sqrt(len(runs) / (len(runs) - 3))
         noise = residuals[drawn[:, [targets.index(run) for run in x.runs]]]
-        simulated = (expected * np.exp(noise)).reshape(replicas, -1)
-        resampled = fit_projected(*x.at, simulated, 1 / x.loss.ravel(), start=law)
-        cost = Cost.fit(x.N.ravel(), (x.C / x.D).ravel())
-        fits[name] = Fit(x, law, cost, resampled, residuals)
+        simulated = (law.loss(x.N, x.D) * np.exp(noise)).reshape(replicas, -1)
+        resampled = _fit(x, simulated, weights=1 / x.loss.ravel(), start=law)
+        fits[name] = Fit(x, law, Cost.fit(x.N.ravel(), (x.C / x.D).ravel()), resampled, residuals)
     return Scaling(fits, baseline, why_not, runs)
 
 
@@ -181,15 +164,12 @@ def ranking(arms: Mapping[str, Points], target: str) -> dict[str, tuple[int, int
 
     Losses are those of the last budgets of runs. At the size `target`, they are means over seeds.
     """
-    last = {name: dict(zip(x.runs, x.loss[:, -1], strict=True)) for name, x in arms.items()}
-    of_target = {
-        name: [x for run, x in runs.items() if run[0] == target] for name, runs in last.items()
-    }
-    goal = {name: np.mean(losses) for name, losses in of_target.items() if losses}
     counts: dict[str, tuple[int, int]] = {}
-    for one, two in itertools.combinations(goal, 2):
-        for run in last[one].keys() & last[two].keys():
-            same = (last[one][run] < last[two][run]) == (goal[one] < goal[two])
+    for pair in itertools.combinations(arms.values(), 2):
+        one, two = (dict(zip(x.runs, x.loss[:, -1], strict=True)) for x in pair)
+        differences = {run: one[run] - two[run] for run in one.keys() & two.keys()}
+        goal = [x for run, x in differences.items() if run[0] == target]
+        for run, difference in differences.items() if goal else ():
             right, of = counts.get(run[0], (0, 0))
-            counts[run[0]] = (right + bool(same), of + 1)
-    return counts
+            counts[run[0]] = (right + int(difference * np.mean(goal) > 0), of + 1)
+    return dict(sorted(counts.items()))
