@@ -43,7 +43,7 @@ test: .venv/installed-test
 	$(BIN)/python -m pytest -n 2 --reruns 1 --only-rerun 'crashed while running'
 
 coverage: .venv/installed
-	$(BIN)/python tests/law_coverage.py --profile
+	$(BIN)/python tests/law_coverage.py
 
 faults: .venv/installed-test
 	cd tests && ../$(BIN)/python -m faults --minutes=60

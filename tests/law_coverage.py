@@ -1,11 +1,12 @@
 """Measures how often the 95 % intervals of compute multipliers contain the true multiplier.
 
-    python tests/law_coverage.py [--studies=500] [--profile]
+    python tests/law_coverage.py [--studies=500] [--profile] [--only=TEXT]
 
 Each study is drawn from known laws: the runs of two arms with noise per run, which all budgets of
 the run share, and noise per point. Part of the noise is common to both arms, as with paired seeds.
 Prints the coverage of the multiplier k(C), of its change over a factor of 100 in compute, and of
-the loss predicted for the next size. Exits with 1 if the coverage of k is outside 93 to 97 %.
+the loss predicted for the next size; with --profile, also that of k by profile likelihood. `--only`
+selects designs. Exits with 1 if the coverage of k is outside 93 to 97 %.
 """
 
 import dataclasses
@@ -112,6 +113,8 @@ def main() -> None:
     print("coverage of k, its change, the next size, (profile); width of ln k; no law; seconds")
     outside = False
     for name, design in DESIGNS.items():
+        if options.get("only", "") not in name:
+            continue
         begun = time.perf_counter()
         found = [covers(design, seed, profiled=profiled) for seed in range(studies)]
         done = [x for x in found if x is not None]

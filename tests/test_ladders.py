@@ -12,9 +12,9 @@ from studies import experiment
 from transformer import Sweep, UserError, arms, ladder, vary
 from transformer.config import Experiment
 from transformer.config_io import change
-from transformer.lab import guard, report, results, verdict
+from transformer.lab import guard, report, report_scaling, results, verdict
 from transformer.lab.ladder import matrix_parameters
-from transformer.lab.multipliers import fit_all
+from transformer.lab.multipliers import Estimate, fit_all
 from transformer.lab.report_scaling import read_points, section
 from transformer.lab.study import Study, load_study
 from transformer.mapping import from_mapping, thaw, to_mapping
@@ -74,6 +74,8 @@ def test_steps_decays_and_rules_follow_from_the_size():
             assert rung["held_out"] == (size == "D")
         assert sweep.ladder[f"pre-{size}"]["N"] == N < sweep.ladder[f"peri-{size}"]["N"]
     assert all(x.optimizer.schedule == "wsd" for x in experiments(sweep).values())
+    changes = make((2, 8)).arms["pre-D"]
+    assert changes["optimizer.warmup_steps"] == changes["optimizer.decay_ends"][0] // 4 > 1
 
 
 def test_budgets_in_flops_are_spent():
@@ -163,6 +165,25 @@ def test_the_report_of_a_ladder_has_multipliers_and_predictions(study):
     fitted = {name: x.rows([r for r in x.runs if r[0] != "D"]) for name, x in points.items()}
     k = fit_all(fitted, "pre").multiplier("peri", float(points["pre"].C[-4, -1]))
     assert k.low < 1.2 < k.high and k.low > 1
+
+
+def test_the_held_out_size_is_predicted_and_not_fitted(study, monkeypatch):
+    monkeypatch.setattr(report_scaling, "profile", lambda *_: Estimate(1.0, 1.0, 1.0))
+    before = section(results.read([study]))
+    for file in study.glob("*-D/*/metrics.jsonl"):
+        lines = [json.loads(line) for line in file.read_text().splitlines()]
+        lines = [line | {"eval/loss": 1.1 * line.get("eval/loss", 0.0)} for line in lines[:-1]]
+        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    after = section(results.read([study]))
+    multipliers, laws, predictions = range(3)
+    assert before.tables[multipliers] == after.tables[multipliers]
+    assert before.tables[laws] == after.tables[laws]
+    for row, shifted in zip(
+        before.tables[predictions][1:], after.tables[predictions][1:], strict=True
+    ):
+        assert row[:4] == shifted[:4] and row[6] == "yes" and shifted[6] == "no"
+        error = lambda row: float(row[5].rstrip("%"))
+        assert abs(error(row)) < 1 and error(shifted) == pytest.approx(10, abs=1.2)
 
 
 def test_unfinished_and_diverged_runs_are_named_and_left_out(study):

@@ -18,7 +18,7 @@ Text      WikiText-2 by characters: about 10.9 million unique tokens. The larges
           tokens: give it a larger text with --config.data.train.
 Rule      learning rate 3e-3 (N / 1e5)^(-1/3), the same for all arms. It is not tuned for each
           placement, so that the multipliers hold for this rule only.
-Hardware  two CPU cores, 36 runs; estimated: 80 minutes
+Hardware  two CPU cores, 36 runs; estimated, not measured: 80 minutes on idle cores
 
 Measured: not yet.
 """
@@ -34,7 +34,7 @@ def get_config(scale="small"):
     config = ml_collections.ConfigDict()
     config.model = dict(
         family="decoder",
-        vocab_size=512,
+        vocab_size=128,
         d_model=32,
         d_head=8,
         num_heads=4,
