@@ -184,7 +184,6 @@ def _figure(points: Mapping[str, Points], scaling: Scaling, held) -> Figure:
         loss, why = (fit.law.at(C, fit.cost), "") if fit else (C * np.nan, " (no law)")
         axes.plot(C, loss, label=name + why, **line)
     axes.set_xscale("log")
-    axes.set_yscale("log")
     axes.set_xlabel("training FLOPs")
     axes.set_ylabel("validation loss")
     axes.legend(frameon=False, fontsize=8)
