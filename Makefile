@@ -3,6 +3,7 @@
 # make test      install the test dependencies and run the tests
 # make ablation  train norm placements and position schemes with three seeds, and write the report
 # make ablation-tuned   the same, with the learning rate of each arm tuned
+# make coverage  measure how often intervals of compute multipliers contain the truth, on known laws
 # make faults    inject random faults for an hour (kills, flipped bits, damaged files, odd configs)
 # make slice     with the newest supported Python that is installed: install, import, train a small
 #                model, evaluate it, generate, plan
@@ -47,6 +48,9 @@ test: .venv/installed-test
 	@# not repeated.
 	$(BIN)/python -m pytest -n 2 --reruns 1 --only-rerun 'crashed while running'
 
+coverage: .venv/installed
+	$(BIN)/python tests/law_coverage.py
+
 faults: .venv/installed-test
 	cd tests && ../$(BIN)/python -m faults --minutes=60
 
@@ -82,4 +86,4 @@ lint: .venv/installed-test
 		--constraint constraints.txt --editable '.[docs]'
 	@touch $@ .venv/installed
 
-.PHONY: run install docs ablation ablation-tuned test faults slice lint
+.PHONY: run install docs ablation ablation-tuned test coverage faults slice lint

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from transformer.decoding.sampling import sample
     from transformer.errors import UserError
     from transformer.evaluation.evaluators import EVALUATORS
+    from transformer.lab.ladder import ladder
     from transformer.model.architectures import architecture
     from transformer.model.feed_forwards.base import FEED_FORWARDS
     from transformer.model.mixers.base import MIXERS
@@ -48,6 +49,7 @@ _MODULES = {
     "transformer.decoding.sampling": ("sample",),
     "transformer.errors": ("UserError",),
     "transformer.evaluation.evaluators": ("EVALUATORS",),
+    "transformer.lab.ladder": ("ladder",),
     "transformer.model.architectures": ("architecture",),
     "transformer.model.feed_forwards.base": ("FEED_FORWARDS",),
     "transformer.model.mixers.base": ("MIXERS",),
@@ -72,7 +74,7 @@ __all__ = [
     "EVALUATORS", "FEED_FORWARDS", "MIXERS", "OBJECTIVES", "OPTIMIZERS", "PLACEMENTS", "SCHEMES",
     "Experiment", "LoadedRun", "ModelConfig", "Placement", "Position", "Sweep", "TrainState",
     "UserError", "__version__", "abstract_state", "architecture", "arms", "beam_search",
-    "build_model", "build_optimizer", "chain", "evaluate", "generate", "init_state",
+    "build_model", "build_optimizer", "chain", "evaluate", "generate", "init_state", "ladder",
     "load_experiment", "load_hf", "load_run", "make_train_step", "product", "sample", "save_hf",
     "scan", "train", "tuned", "vary", "zipped",
 ]  # fmt: skip

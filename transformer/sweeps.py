@@ -209,6 +209,8 @@ class Sweep:
     controls: Mapping[str, str] = dataclasses.field(default_factory=dict)
     tune: Tuned | tuple[Tuned, ...] = ()
     tune_seeds: int = 1
+    # Of lab/ladder.py: arm -> its "arm" and "size", "N" parameters, and whether it is "held_out".
+    ladder: Mapping[str, Mapping] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
         if not isinstance(self.grid, Grid):
@@ -278,6 +280,13 @@ class Sweep:
             raise UserError(f"sweep: tune_seeds: {self.tune_seeds!r}; set a positive number")
         if self.tune_seeds > 1 and not numbers:
             raise UserError("sweep: tune_seeds: has no effect without tune=tuned(...)")
+
+    def reference(self, arm: str) -> str:
+        """Returns the arm to match: the baseline or, in a ladder, the baseline of that size."""
+        size = lambda name: self.ladder[name]["size"]
+        same = [x for x in self.ladder if x in self.points and size(x) == size(arm)]
+        alike = [x for x in same if self.ladder[x]["arm"] == self.ladder[self.baseline]["arm"]]
+        return alike[0] if alike else self.baseline
 
     @property
     def arms(self) -> dict[str, Changes]:

@@ -107,15 +107,15 @@ def allowed_facts(sweep: Sweep) -> set[str]:
 
 def undeclared(sweep: Sweep, facts: Mapping[str, Facts]) -> list[str]:
     """Returns a line for each fact in which arms differ although the sweep does not allow it."""
-    lines, base = [], facts[sweep.baseline]
+    lines, base = [], {arm: facts[sweep.reference(arm)] for arm in facts}
     for name in [name for name in SET_BY if name not in allowed_facts(sweep)]:
-        different = [arm for arm in facts if not _same(name, facts[arm], base, sweep.match)]
+        different = [x for x in facts if not _same(name, facts[x], base[x], sweep.match)]
         if different:
             arm, fact = different[0], facts[different[0]]
             more = f", and {len(different) - 1} more" if len(different) > 1 else ""
             lines.append(
-                f"{name}: {sweep.baseline} {_spell(name, base, fact)}, "
-                f"{arm} {_spell(name, fact, base)}{more}"
+                f"{name}: {sweep.reference(arm)} {_spell(name, base[arm], fact)}, "
+                f"{arm} {_spell(name, fact, base[arm])}{more}"
             )
     return lines
 
@@ -209,8 +209,8 @@ def matched(
             f"sweep: match={sweep.match!r} sizes arms by model.d_ff, which varies; "
             "remove one of the two"
         )
-    target = getattr(facts(configs[sweep.baseline]), sweep.match)
-    return {arm: _sized(arm, x, sweep.match, target, report) for arm, x in configs.items()}
+    target = lambda arm: getattr(facts(configs[sweep.reference(arm)]), sweep.match)
+    return {arm: _sized(arm, x, sweep.match, target(arm), report) for arm, x in configs.items()}
 
 
 def _sized(arm: str, config: Experiment, fact: str, target: float, report) -> Experiment:

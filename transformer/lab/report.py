@@ -13,6 +13,7 @@ from transformer.files import write_atomic
 from transformer.lab import report_tables as tables
 from transformer.lab.figures import draw
 from transformer.lab.report_about import _study, about, provenance, reproduction_commands
+from transformer.lab.report_scaling import NONE, Section, section
 from transformer.lab.verdict import Verdict
 
 STYLE = Path(__file__).with_name("report.css").read_text()
@@ -20,20 +21,21 @@ STYLE = Path(__file__).with_name("report.css").read_text()
 
 def write(verdict: Verdict, folder: Path) -> Path:
     """Writes the files of the report, and returns the path of the page."""
-    figures = draw(verdict)
+    scaling = section(verdict.results)
+    figures = {**scaling.figures, **draw(verdict)}
     (folder / "figures").mkdir(parents=True, exist_ok=True)
     pictures = {}
     for name, (caption, figure) in figures.items():
         pictures[name] = (caption, png(figure))
         (folder / "figures" / f"{name}.png").write_bytes(pictures[name][1])
         figure.savefig(folder / "figures" / f"{name}.pdf")
-    for name, rows in tables.as_csv(verdict).items():
+    for name, rows in {**tables.as_csv(verdict), **scaling.csv}.items():
         text = io.StringIO(newline="")
         csv.writer(text, lineterminator="\n").writerows(rows)
         write_atomic(folder / f"{name}.csv", text.getvalue())
-    write_atomic(folder / "report.md", markdown(verdict))
+    write_atomic(folder / "report.md", markdown(verdict, scaling))
     page = folder / "index.html"
-    write_atomic(page, as_html(verdict, pictures))
+    write_atomic(page, as_html(verdict, pictures, scaling))
     return page
 
 
@@ -44,11 +46,12 @@ def png(figure: Figure) -> bytes:
     return file.getvalue()
 
 
-def markdown(verdict: Verdict) -> str:
+def markdown(verdict: Verdict, scaling: Section = NONE) -> str:
     """Returns the report as Markdown, for the appendix of a paper."""
     results = verdict.results
     lines = [f"# {results.sweep.question or results.title}", ""]
     lines += [*(f"- {line}" for line in verdict.sentences), "", *about(results), ""]
+    lines += scaling.markdown(_rows)
     if verdict.scans:
         lines += [*_rows(tables.scanned(verdict)), "", tables.SCANNED, ""]
     for rows in tables.of_results(verdict):
@@ -72,7 +75,9 @@ def _rows(table: list[list[str]]) -> list[str]:
     return [f"| {' | '.join(map(cell, row))} |" for row in (head, rule, *rows)]
 
 
-def as_html(verdict: Verdict, pictures: Mapping[str, tuple[str, bytes]]) -> str:
+def as_html(
+    verdict: Verdict, pictures: Mapping[str, tuple[str, bytes]], scaling: Section = NONE
+) -> str:
     """Returns the report as one self-contained HTML file."""
     results, escape = verdict.results, html.escape
     title = results.sweep.question or results.title
@@ -90,6 +95,7 @@ def as_html(verdict: Verdict, pictures: Mapping[str, tuple[str, bytes]]) -> str:
         f"<h1>{escape(title)}</h1>",
         f"<ul class=verdict>{sentences}</ul>",
         f"<p class=about>{escape(' '.join(about(results)))}</p>",
+        *scaling.html(_table),
         *_results_html(verdict),
         "<h2>Figures</h2><div class=figures>",
         *(figure(name, *picture) for name, picture in pictures.items()),

@@ -1,0 +1,105 @@
+"""Ladders: sweeps over model sizes and budgets, to which scaling laws are fitted.
+
+What is counted:
+
+- N: parameters without embeddings, unembedding and tables of positions, of the arm itself.
+- D: input tokens, padding included; with packed text there is none.
+- C: FLOPs of all matrix products in training (`planning/model_flops.py`), which include attention
+  and the unembedding, but neither the lookup of embeddings nor recomputation.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
+import numpy as np
+
+from transformer.config import Experiment, ModelConfig
+from transformer.config_io import change
+from transformer.errors import UserError
+from transformer.lab.guard import facts
+from transformer.lab.laws import unidentified
+from transformer.mapping import from_mapping, thaw
+from transformer.model.layout import flatten
+from transformer.model.network import build_model
+from transformer.model.roles import role
+from transformer.sweeps import Grid, Point, Sweep, product
+
+
+def ladder(
+    config,
+    arms: Grid,
+    sizes: Grid,
+    budgets: Sequence[float],
+    per: str = "parameter",
+    rules: Mapping[str, Callable[[float], object]] | None = None,
+    hold_out: bool = True,
+    **options,
+) -> Sweep:
+    """Returns the sweep of all arms at all sizes. One run serves all budgets of its size (WSD-S).
+
+    `config` is that of the file's `get_config()`. Budgets are input tokens per parameter, or FLOPs
+    with per="flops". At each, the run is evaluated after a decay of the learning rate. Training
+    steps and `optimizer.decay_ends` follow from the first arm's model of each size, so all arms
+    read the same tokens. Warm-up lasts for a token per parameter, at most a quarter of the first
+    period. `rules` sets fields as functions of N, such as the learning rate. Without a rule, fields
+    keep their values: use a `model.parametrization` that transfers.
+
+    Laws are fitted to all sizes but the largest, whose loss they predict, unless `hold_out` is
+    False. `options` are those of `Sweep`. Raises UserError for a design that identifies no law.
+    """
+    if per not in ("parameter", "flops") or not budgets or min(budgets) <= 0:
+        kinds = "positive numbers per='parameter' or per='flops'"
+        raise UserError(f"ladder: budgets: {budgets!r} per {per!r}; use {kinds}")
+    points, rungs, reached = [], {}, []  # reached: (N, D, size)
+    for size in sizes.points:
+        first = {**arms.points[0].changes, **size.changes}
+        N = matrix_parameters(_experiment(config, first).model)
+        ruled = {field: rule(N) for field, rule in (rules or {}).items()}
+        reference = _experiment(config, {**first, **ruled})
+        tokens = reference.data.batch_size * reference.data.length
+        if len(reference.model.sides) > 1:
+            target = reference.data.target_length or reference.data.length
+            tokens += reference.data.batch_size * target
+        unit = N if per == "parameter" else 1 / facts(reference).flops
+        *ends, steps = (max(1, round(budget * unit / tokens)) for budget in sorted(budgets))
+        warmup = max(1, min(round(N / tokens), [*ends, steps][0] // 4))
+        derived = {"train.steps": steps, "optimizer.decay_ends": tuple(ends)}
+        derived |= {"optimizer.warmup_steps": warmup, **ruled}
+        for point in product(arms, Grid((size,))).points:
+            own = matrix_parameters(_experiment(config, point.changes).model)
+            arm = point.name.removesuffix(f"-{size.name}")
+            rungs[point.name] = {"arm": arm, "size": size.name, "N": own, "held_out": False}
+            points.append(Point(point.name, {**point.changes, **derived}, point.called))
+        reached += [(N, end * tokens, size.name) for end in (*ends, steps)]
+    held = max(reached)[2] if hold_out else ""
+    for rung in rungs.values():
+        rung["held_out"] = rung["size"] == held
+    sweep = Sweep(Grid(tuple(points)), ladder=rungs, **options)
+    kept = [x for x in reached if x[2] != held]
+    N_P, D_P = np.array([x[:2] for x in kept], np.float64).reshape(-1, 2).T
+    runs = [(name, seed) for name in {x[2] for x in kept} for seed in np.atleast_1d(sweep.seeds)]
+    if why := unidentified(N_P, D_P, runs):
+        left = f" (the largest size, {held}, is held out)" if held else ""
+        raise UserError(f"ladder: no law can be fitted to this design: {why}{left}")
+    return sweep
+
+
+@functools.lru_cache(maxsize=256)
+def matrix_parameters(config: ModelConfig) -> int:
+    """Returns N: the parameters outside embeddings, unembedding and tables of positions."""
+    # With this backend, JAX need not start, which it must not before `plan` has set its devices.
+    model, key = build_model(config.part(attention_backend="reference")), jax.random.key
+    tokens = (jax.ShapeDtypeStruct((1, 1), "int32"),) * len(config.sides)
+    shapes = flatten(jax.eval_shape(model.init_with_axes, jax.eval_shape(key, 0), *tokens))
+    is_embedding = lambda path, x: (
+        "embedding" in path.split("/")[0] or role(path, x.names) == "embedding"
+    )
+    return sum(math.prod(x.value.shape) for path, x in shapes.items() if not is_embedding(path, x))
+
+
+def _experiment(config, changes: Mapping[str, object]) -> Experiment:
+    tree = thaw(config)
+    change(tree, changes)
+    return from_mapping(Experiment, tree)

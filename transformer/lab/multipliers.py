@@ -1,0 +1,175 @@
+"""Compute multipliers of arms against a baseline, from scaling laws, with intervals.
+
+The multiplier k(C) of an arm solves L*_base(k C) = L*_arm(C), where L* is the lowest loss that a
+budget of C FLOPs allows: with k = 0.8, a FLOP spent on the arm is worth 0.8 on the baseline, and
+the arm needs 1 / k = 1.25 times the compute of the baseline for equal loss.
+
+Intervals come from a bootstrap over whole runs. The residuals of a run (all its budgets, in all
+arms, which share sizes and seeds) are drawn together, from the runs of all sizes. With points drawn
+instead of runs, nominal 95 % intervals covered 74 %. Sizes take up three degrees of freedom (E, A
+and alpha), so the residuals of R runs are scaled by sqrt(R / (R - 3)). Quantiles are scaled by the
+ratio of Student's t with R - 3 degrees of freedom to the normal. `make coverage` measures both.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Mapping
+
+import numpy as np
+from scipy import stats
+
+from transformer.lab.laws import Cost, Law, fit_projected, problem, unidentified
+from transformer.lab.statistics import LEVEL
+
+Run = tuple[str, int]
+"""Name of a size, and seed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Points:
+    """Losses of an arm. Arrays are [runs, budgets]."""
+
+    runs: tuple[Run, ...]
+    N: np.ndarray  # parameters
+    D: np.ndarray  # training tokens
+    C: np.ndarray  # training FLOPs
+    loss: np.ndarray
+
+    def rows(self, runs) -> "Points":
+        """Returns the points of some runs, in their order."""
+        i = [self.runs.index(run) for run in runs]
+        return Points(tuple(runs), self.N[i], self.D[i], self.C[i], self.loss[i])
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """A number and its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+    def exp(self) -> "Estimate":
+        """Returns the exponential of the number and of its interval."""
+        return Estimate(*(math.exp(min(x, 700.0)) for x in (self.value, self.low, self.high)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Fit:
+    """The law of an arm, the laws of resampled studies, and residuals of log L: [runs, budgets]."""
+
+    points: Points
+    law: Law
+    cost: Cost
+    resampled: Law
+    residuals: np.ndarray
+
+
+def log_multiplier(base: Law, arm: Law, C: float, base_cost: Cost, arm_cost: Cost):
+    """Returns ln k(C). It is infinite if the arm's loss is below the baseline's E."""
+    with np.errstate(all="ignore"):  # laws without one of the terms
+        G, gamma = base.frontier(base_cost)
+        above = np.asarray(arm.at(C, arm_cost) - base.E)
+        logs = -np.log(np.maximum(above, 1e-300) / G) / gamma - np.log(C)
+    return np.where((above > 0) & ~np.isnan(logs), logs, np.inf)
+
+
+@dataclasses.dataclass(frozen=True)
+class Scaling:
+    """Laws of several arms. `why_not` has a reason for each arm without a law.
+
+    `runs` are the sizes and seeds that all fitted arms have.
+    """
+
+    fits: Mapping[str, Fit]
+    baseline: str
+    why_not: Mapping[str, str]
+    runs: tuple[Run, ...]
+
+    def interval(self, value, resampled) -> Estimate:
+        """Returns a value with its interval, from its values under the resampled laws."""
+        tail, value = (1 - LEVEL) / 2, float(value)
+        ends = np.quantile(resampled, (tail, 1 - tail), method="inverted_cdf")
+        wider = stats.t.ppf(tail, len(self.runs) - 3) / stats.norm.ppf(tail)
+        return Estimate(value, *(float(value + wider * (end - value)) for end in ends))
+
+    def multiplier(self, arm: str, C: float, since: float | None = None) -> Estimate:
+        """Returns k(C), or k(C) / k(since), which is above 1 if the arm gains with scale."""
+        base, other, logs = self.fits[self.baseline], self.fits[arm], []
+        for laws in ((base.law, other.law), (base.resampled, other.resampled)):
+            of = lambda C, laws=laws: log_multiplier(laws[0], laws[1], C, base.cost, other.cost)
+            earlier = 0.0 if since is None else of(since)
+            logs.append(np.where(np.isinf(earlier), 0.0, of(C) - np.nan_to_num(earlier)))
+        return self.interval(*logs).exp()
+
+    def predict(self, arm: str, N: float, D: float, seeds: int = 1) -> Estimate:
+        """Returns the mean loss of `seeds` new runs at N and D. The interval includes their noise,
+        which is drawn from the residuals."""
+        fit, rng = self.fits[arm], np.random.default_rng(1)
+        noise = rng.choice(fit.residuals[:, -1], (len(fit.resampled.E), seeds)).mean(1)
+        return self.interval(fit.law.loss(N, D), fit.resampled.loss(N, D) * np.exp(noise))
+
+    def crossings(self, arm: str, low: float, high: float) -> list[float]:
+        """Returns the budgets between two at which k crosses 1."""
+        C, base, other = np.geomspace(low, high, 400), self.fits[self.baseline], self.fits[arm]
+        above = base.law.at(C, base.cost) > other.law.at(C, other.cost)
+        return C[1:][above[1:] != above[:-1]].tolist()
+
+    def with_fixed_floor(self, arm: str, C: float) -> list[float]:
+        """Returns k(C) with one E for both arms: the baseline's, less or plus a standard error."""
+        pair = (self.fits[self.baseline], self.fits[arm])
+        E, error, found = pair[0].law.E, float(np.std(pair[0].resampled.E)), []
+        for floor in (E - error, E, E + error):
+            one, two = (_fit(x.points, x.points.loss.ravel(), floor=floor) for x in pair)
+            found.append(float(np.exp(log_multiplier(one, two, C, pair[0].cost, pair[1].cost))))
+        return found
+
+
+def _fit(x: Points, losses, **options) -> Law:
+    return fit_projected(x.N.ravel(), x.D.ravel(), losses, **options)
+
+
+def fit_all(
+    arms: Mapping[str, Points], baseline: str, replicas: int = 1000, seed: int = 0
+) -> Scaling:
+    """Fits the law of each arm, and of `replicas` resampled studies."""
+    laws, why_not = {}, {}
+    for name, x in arms.items():
+        if not (why := unidentified(x.N, x.D, x.runs)):
+            laws[name] = _fit(x, x.loss.ravel())
+            why = problem(laws[name], x.N.ravel(), x.D.ravel())
+        if why:
+            why_not[name] = why
+            laws.pop(name, None)
+    runs = tuple(sorted(set.intersection(*(set(arms[x].runs) for x in laws)))) if laws else ()
+    if laws and len(runs) < 6:
+        reason = f"the arms have {len(runs)} runs (size and seed) in common; use 6 or more"
+        return Scaling({}, baseline, why_not | dict.fromkeys(laws, reason), ())
+    targets, fits = sorted({run for name in laws for run in arms[name].runs}), {}
+    drawn = np.random.default_rng(seed).integers(max(len(runs), 1), size=(replicas, len(targets)))
+    for name, law in laws.items():
+        x, common = arms[name], arms[name].rows(runs)
+        residuals = np.log(common.loss / law.loss(common.N, common.D))
+        residuals = (residuals - residuals.mean(0)) * math.sqrt(len(runs) / (len(runs) - 3))
+        noise = residuals[drawn[:, [targets.index(run) for run in x.runs]]]
+        simulated = (law.loss(x.N, x.D) * np.exp(noise)).reshape(replicas, -1)
+        resampled = _fit(x, simulated, weights=1 / x.loss.ravel(), start=law)
+        fits[name] = Fit(x, law, Cost.fit(x.N.ravel(), (x.C / x.D).ravel()), resampled, residuals)
+    return Scaling(fits, baseline, why_not, runs)
+
+
+def ranking(arms: Mapping[str, Points], target: str) -> dict[str, tuple[int, int]]:
+    """Returns, by size, how many (right, all) pairs of arms and seeds one run ranks as `target`.
+
+    Losses are those of the last budgets of runs. At the size `target`, they are means over seeds.
+    """
+    counts: dict[str, tuple[int, int]] = {}
+    for pair in itertools.combinations(arms.values(), 2):
+        one, two = (dict(zip(x.runs, x.loss[:, -1], strict=True)) for x in pair)
+        differences = {run: one[run] - two[run] for run in one.keys() & two.keys()}
+        goal = [x for run, x in differences.items() if run[0] == target]
+        for run, difference in differences.items() if goal else ():
+            right, of = counts.get(run[0], (0, 0))
+            counts[run[0]] = (right + int(difference * np.mean(goal) > 0), of + 1)
+    return dict(sorted(counts.items()))
