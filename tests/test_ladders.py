@@ -17,7 +17,7 @@ from transformer.lab.ladder import matrix_parameters
 from transformer.lab.multipliers import Estimate, fit_all
 from transformer.lab.report_scaling import read_points, section
 from transformer.lab.study import Study, load_study
-from transformer.mapping import from_mapping, thaw, to_mapping
+from transformer.mapping import from_mapping, to_mapping
 
 WIDTHS = {"A": 8, "B": 16, "C": 24, "D": 40}
 SIZES = arms(**{name: {"model.d_model": width} for name, width in WIDTHS.items()})
@@ -27,7 +27,7 @@ DECLARED = {"parameters": "peri-norm has more norms"}
 
 
 def config(**fields):
-    return thaw(experiment(optimizer__schedule="wsd", **fields))
+    return to_mapping(experiment(optimizer__schedule="wsd", **fields))
 
 
 def make(budgets=(5, 10, 20), **options) -> Sweep:

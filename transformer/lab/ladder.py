@@ -20,7 +20,7 @@ from transformer.config_io import change
 from transformer.errors import UserError
 from transformer.lab.guard import facts
 from transformer.lab.laws import unidentified
-from transformer.mapping import from_mapping, thaw
+from transformer.mapping import from_mapping, to_mapping
 from transformer.model.layout import flatten
 from transformer.model.network import build_model
 from transformer.model.roles import role
@@ -100,6 +100,6 @@ def matrix_parameters(config: ModelConfig) -> int:
 
 
 def _experiment(config, changes: Mapping[str, object]) -> Experiment:
-    tree = thaw(config)
+    tree = to_mapping(config)
     change(tree, changes)
     return from_mapping(Experiment, tree)
