@@ -13,14 +13,39 @@ def compare(plans: dict[str, Plan]) -> str:
     """Returns a table of the training steps of several experiments."""
     bounds = "step at least", "bound by", "MFU at most"
     rows = [["", "parameters", "FLOPs per token", "peak memory", *bounds, "attention"]]
+    has_none = (plan for plan in plans.values() if plan.config.model.position == "none")
+    base = next(has_none, next(iter(plans.values()))).kernel_cycles
+    counted = any(plan.kernels for plan in plans.values())
+    rows[0] += ["kernels"] * counted
     for name, plan in plans.items():
         part, roof = plan.train, plan.train.roofline
         least = [seconds(plan.step), roof.bound, f"{plan.mfu:.1%}"] if plan.step else ["", "", ""]
         peak = format_bytes(part.peak) + ("" if plan.fits else " (!)")
         backends = " ".join(part.compiled.attention) if part.compiled else ""
         flops = human_count(plan.model_flops / plan.tokens)
-        rows.append([name, f"{plan.parameters:,}", flops, peak, *least, backends])
-    return "\n".join(table(rows)) + "\n"
+        cost = f"{plan.kernel_cycles / base:.3f}" if base and plan.kernel_cycles else ""
+        cost = cost or ("not analyzed" if plan.kernels else "none")
+        rows.append(
+            [name, f"{plan.parameters:,}", flops, peak, *least, backends, *[cost] * counted]
+        )
+    note = "kernels: cycles of the attention kernels, relative to the arm without positions"
+    return "\n".join(table(rows) + ["", f"{note}, or else the first"] * counted) + "\n"
+
+
+def kernels(plan: Plan) -> list[str]:
+    """Returns a table of the schedules of the attention kernels of a training step."""
+    columns = "calls", "tiles", "cycles a tile", "spills", "cycles a call", "of products"
+    rows = [["attention kernel", *columns, "ratio", "VMEM at most"]]
+    for x in plan.kernels:
+        (_, (*_, T, H)), (_, (*_, S, _)) = x.operands[:2]
+        rows.append([f"  {x.name}, {T:,} x {S:,}, d_head {H}, {x.heads} heads", f"{x.calls:,.0f}"])
+        if x.cycles:
+            counts = (x.trips, x.bundles, x.spills, x.cycles, x.least)
+            rows[-1] += [*(f"{n:,.0f}" for n in counts), f"{x.cycles / x.least:.2f}"]
+        else:
+            rows[-1] += ["not analyzed", *[""] * 5]
+        rows[-1].append(format_bytes(x.vmem))
+    return table(rows) if len(rows) > 1 else ["no attention kernels in a training step"]
 
 
 def remedies(plan: Plan) -> list[str]:
