@@ -34,18 +34,20 @@ def compare(plans: dict[str, Plan]) -> str:
 
 def kernels(plan: Plan) -> list[str]:
     """Returns a table of the schedules of the attention kernels of a training step."""
-    columns = "calls", "tiles", "cycles a tile", "spills", "cycles a call", "of products"
-    rows = [["attention kernel", *columns, "ratio", "VMEM at most"]]
-    for x in plan.kernels:
-        (_, (*_, T, H)), (_, (*_, S, _)) = x.operands[:2]
-        rows.append([f"  {x.name}, {T:,} x {S:,}, d_head {H}, {x.heads} heads", f"{x.calls:,.0f}"])
-        if x.cycles:
-            counts = (x.trips, x.bundles, x.spills, x.cycles, x.least)
-            rows[-1] += [*(f"{n:,.0f}" for n in counts), f"{x.cycles / x.least:.2f}"]
-        else:
-            rows[-1] += ["not analyzed", *[""] * 5]
-        rows[-1].append(format_bytes(x.vmem))
-    return table(rows) if len(rows) > 1 else ["no attention kernels in a training step"]
+    rows = {"attention kernels": [x.name for x in plan.kernels]}
+    shapes = [(*x.operands[0][1][-2:], x.operands[1][1][-2]) for x in plan.kernels]
+    rows["queries x keys, d_head"] = [f"{T:,} x {S:,}, {H}" for T, H, S in shapes]
+    rows["heads x sequences"] = [f"{x.heads:,}" for x in plan.kernels]
+    names = {"calls": "calls", "trips": "tiles of a head", "bundles": "cycles of a tile"}
+    names |= {"spills": "spills in a tile", "cycles": "cycles of a call", "least": "of products"}
+    for field, name in names.items():
+        number = lambda x, field=field: f"{getattr(x, field):,.0f}" if x.cycles else "not analyzed"
+        rows[name] = [number(x) for x in plan.kernels]
+    rows["ratio"] = [f"{x.cycles / x.least:.2f}" if x.cycles else "" for x in plan.kernels]
+    rows["VMEM at most"] = [format_bytes(x.vmem) for x in plan.kernels]
+    title = lambda name: name if name.startswith("attention") else f"  {name}"
+    lines = table([[title(name), *cells] for name, cells in rows.items()])
+    return lines if plan.kernels else ["no attention kernels in a training step"]
 
 
 def remedies(plan: Plan) -> list[str]:
