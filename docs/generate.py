@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import inspect
 import io
+import json
 import os
 import re
 import sys
@@ -129,6 +130,16 @@ def _backends() -> str:
 
     header = ("scheme", "`reference`", "`blockwise`", "`ring`", "`flash` (TPU)", "`cudnn` (GPU)")
     return table(header, (row(name, cls()) for name, cls in sorted(SCHEMES.items())))
+
+
+def _accelerators() -> str:
+    """The results of experiments/benchmarks/accelerator.py on all machines that have run it."""
+    folder = FOLDER.parent / "experiments" / "benchmarks"
+    sys.path.insert(0, str(folder))
+    import accelerator
+
+    runs = [json.loads(path.read_text()) for path in sorted(folder.glob("machines/*.json"))]
+    return accelerator.table(runs, accelerator.headline())
 
 
 def _placements() -> str:
@@ -260,6 +271,7 @@ def _command_line() -> str:
 
 
 TABLES = {
+    "accelerators": _accelerators,
     "positions": _positions,
     "backends": _backends,
     "placements": _placements,

@@ -17,7 +17,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from transformer.planning.bundles import Block, KernelSchedule, dump_flags, read
+from transformer.planning.bundles import KernelSchedule, dump_flags, head_cycles, read
 
 T, H, TILE = 8192, 128, 512
 """Tokens, head size, and queries and keys per tile."""
@@ -49,30 +49,12 @@ def compile_kernels(chip: str, bias: str) -> None:
 
 
 def cycles(schedule: KernelSchedule) -> dict[str, float]:
-    """Returns the cycles of a full tile, those of the products in it, and those of a whole head.
-
-    A kernel is a loop over blocks. In it, one conditional part has the loop over tiles, whose
-    conditional parts are a tile with a mask and one without. The other parts are executed once per
-    head: they build or sum a bias table, in a loop over 128 of its rows, or clear or write sums.
-    """
-    (grid,) = schedule.kernel.inner
-    (body,) = grid.inner
-    has_products = lambda block: bool(
-        schedule.busy(block, "MXU") or any(map(has_products, block.inner))
-    )
-    (tile_loop,) = next(part for part in body.inner if has_products(part)).inner
-    masked, full = tile_loop.inner
+    """Returns the cycles of a full tile, those of the products in it, and those of a whole head."""
     blocks, chunks = T // TILE, (T + 2 * TILE - 128 - 128) // 128
     diagonal, below = blocks, blocks * (blocks - 1) // 2
-
-    def once(part: Block) -> int:
-        return part.own + sum(loop.own * chunks for loop in part.inner)
-
-    total = blocks * (grid.own + body.own) + sum(
-        once(part) for part in body.inner if not has_products(part)
-    )
-    total += diagonal * masked.own + below * full.own + (diagonal + below) * tile_loop.own
-    return {"tile": full.own, "products": schedule.busy(full, "MXU"), "head": total}
+    full, sequence, once = head_cycles(schedule, blocks, chunks, diagonal, below)
+    products = schedule.busy(full, "MXU")
+    return {"tile": full.own, "products": products, "head": sequence + once}
 
 
 def measure(chip: str, bias: str) -> dict[str, dict[str, float]]:

@@ -61,6 +61,40 @@ class KernelSchedule:
         return sum(self.used[a][column] for a in addresses) / self.slots[unit]
 
 
+@dataclasses.dataclass(frozen=True)
+class KernelCycles:
+    """The schedule of one kernel of a training step; without `cycles`, it was not analyzed.
+
+    operands: bytes per element and shape of its floating-point operands, on one device.
+    results: the number of its results.
+    heads: heads times sequences that a call computes.
+    vmem: bytes of on-chip memory that the kernel may use.
+    calls: calls in a step.
+    bundles: those of the loop's body, a tile that the mask allows completely.
+    products: the cycles that the matrix products of this tile need at least.
+    spills: slots of this tile's bundles in which registers are spilled or filled.
+    trips: tiles of one head and sequence.
+    cycles: those of one call.
+    """
+
+    name: str
+    operands: tuple
+    results: int
+    heads: int
+    vmem: int
+    calls: float = 0.0
+    bundles: int = 0
+    products: float = 0.0
+    spills: int = 0
+    trips: int = 0
+    cycles: int = 0
+
+    @property
+    def least(self) -> float:
+        """The cycles that the matrix products of a call need at least."""
+        return self.heads * self.trips * self.products
+
+
 def read(folder: Path, kernel: str) -> KernelSchedule:
     """Returns the schedule of the only compiled kernel with this name in the folder."""
     (bundles,) = folder.glob(f"*{kernel}*[0-9]-final_bundles.txt")
@@ -72,6 +106,34 @@ def read(folder: Path, kernel: str) -> KernelSchedule:
     for start, end, is_loop in sorted(_blocks(bundles.read_text()), key=lambda b: (b[0], -b[1])):
         _insert(root, Block(start, end, is_loop))
     return KernelSchedule(root, dict(zip(UNITS, capacity, strict=True)), used)
+
+
+def head_cycles(
+    schedule: KernelSchedule, blocks: int, chunks: int, masked_tiles: int, full_tiles: int
+) -> tuple[Block, int, int]:
+    """Returns the block of a full tile, the cycles of a head's sequence, and those of a head.
+
+    A kernel is a loop over `blocks`. In it, one conditional part has the loop over tiles, whose
+    conditional parts are a tile with a mask and one without. The other parts are executed once:
+    those with a loop, which build or sum a bias table in `chunks` of 128 of its rows, for a head;
+    those that clear or write sums, for each of its sequences. Raises ValueError for other loops.
+    """
+    (grid,) = schedule.kernel.inner
+    (body,) = grid.inner
+    has_products = lambda block: bool(
+        schedule.busy(block, "MXU") or any(map(has_products, block.inner))
+    )
+    (with_tiles,) = (part for part in body.inner if has_products(part))
+    (tile_loop,) = with_tiles.inner
+    masked, full = tile_loop.inner
+    once = [part for part in body.inner if not has_products(part)]
+    loops = [loop for part in once for loop in part.inner]
+    if masked.inner or full.inner or any(x.inner or not chunks for x in loops):
+        raise ValueError("there are other loops than those over tiles and chunks")
+    of_head = sum(x.own + chunks * sum(y.own for y in x.inner) for x in once if x.inner)
+    total = blocks * (grid.own + body.own) + sum(part.own for part in once if not part.inner)
+    total += masked_tiles * masked.own + full_tiles * full.own
+    return full, total + (masked_tiles + full_tiles) * tile_loop.own, of_head
 
 
 def _blocks(text: str) -> list[tuple[int, int, bool]]:

@@ -29,8 +29,14 @@ class Chip:
     devices: int = 1  # JAX devices per chip
     cores: int = 1  # cores per chip, which the product's name counts: v5p-128 has 64 chips
     pod: tuple[int, int] = (0, 0)  # the largest slice: chips, and chips along an axis
+    mxu: int = 0  # side of each of a core's four matrix units; 0: unknown
     # libtpu's mode in which a chip's two cores are one device, where it is not the default
     mode: str = ""
+
+    @property
+    def clock(self) -> float:
+        """Cycles per second: a matrix unit does mxu^2 multiplications and additions in each."""
+        return self.flops / (self.cores * 4 * 2 * self.mxu**2) if self.mxu else 0.0
 
 
 _DCN = 6.25e9  # 200 Gbit/s per host of four chips
@@ -39,11 +45,13 @@ _DCN = 6.25e9  # 200 Gbit/s per host of four chips
 CHIPS = {
     "v4": Chip(
         "TPU v4", 275e12, 32 * GIB, 1.228e12, 45e9, _DCN, axes=3, cores=2, pod=(4096, 16),
-        mode="megacore",
+        mxu=128, mode="megacore",
     ),
-    "v5e": Chip("TPU v5e", 197e12, 16 * GIB, 0.819e12, 45e9, _DCN, axes=2, pod=(256, 16)),
-    "v5p": Chip("TPU v5p", 459e12, 95 * GIB, 2.765e12, 90e9, _DCN, axes=3, cores=2, pod=(8960, 28)),
-    "v6e": Chip("TPU v6e", 918e12, 32 * GIB, 1.64e12, 90e9, _DCN, axes=2, pod=(256, 16)),
+    "v5e": Chip("TPU v5e", 197e12, 16 * GIB, 0.819e12, 45e9, _DCN, axes=2, pod=(256, 16), mxu=128),
+    "v5p": Chip(
+        "TPU v5p", 459e12, 95 * GIB, 2.765e12, 90e9, _DCN, axes=3, cores=2, pod=(8960, 28), mxu=128
+    ),
+    "v6e": Chip("TPU v6e", 918e12, 32 * GIB, 1.64e12, 90e9, _DCN, axes=2, pod=(256, 16), mxu=256),
     "tpu7x": Chip(
         "TPU7x", 2307e12, 192 * GIB, 7.37e12, 90e9, _DCN, axes=3, devices=2, cores=2, pod=(9216, 36)
     ),

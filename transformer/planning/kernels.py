@@ -3,9 +3,11 @@
 import dataclasses
 import math
 import re
+from collections.abc import Sequence
 
 from transformer.model.attention_backends.flash.call import tile_size
 from transformer.model.config import ModelConfig
+from transformer.planning.bundles import KernelCycles
 from transformer.planning.hlo import Instruction
 from transformer.planning.model_flops import allowed_share
 
@@ -16,12 +18,18 @@ class KernelWork:
 
     flops: float = 0.0  # multiplications and additions
     untouched: float = 0.0  # bytes of operands and results that it neither reads nor writes
+    cycles: float = 0.0  # of its scheduled instructions, all cores together; 0: unknown
 
 
-def kernel(op: Instruction, model: ModelConfig) -> KernelWork:
-    """Returns the work of an instruction that calls a kernel, and no work for any other."""
+def kernel(op: Instruction, model: ModelConfig, known: Sequence[KernelCycles] = ()) -> KernelWork:
+    """Returns the work of an instruction that calls a kernel, and no work for any other.
+
+    `known` are the kernels whose cycles were counted (cycles.py).
+    """
     if match := re.match(r"flash_(forward|backward)", op.name):
-        return _attention(match.group(1), op)
+        key = match.group(), tuple(_operands(op)), len(op.arrays)
+        cycles = [x.cycles for x in known if key == (x.name, x.operands, x.results)]
+        return dataclasses.replace(_attention(match.group(1), op), cycles=min(cycles, default=0.0))
     if match := re.match(r"t?gmm\b", op.name):
         return _grouped(match.group(), op, model)
     return KernelWork()

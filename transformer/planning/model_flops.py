@@ -42,8 +42,7 @@ def allowed_share(scope: str, block: int = 1) -> float:
     `scope` is the product's path of name scopes. Outside `masks.pairs`, the share is 1. With
     `block` > 1, counts pairs of blocks of tokens between which the mask can allow anything.
     """
-    match = re.search(r"/pairs\.(\d+)\.(\d+)\.([01])\.(\d+)(?=/|$)", scope)
-    queries, keys, causal, window = map(int, match.groups()) if match else (1, 1, 0, 0)
+    queries, keys, causal, window = mask_of(scope)
     if not causal and not window:
         return 1.0
     queries, keys = queries // block, keys // block
@@ -54,10 +53,17 @@ def allowed_share(scope: str, block: int = 1) -> float:
     return float(np.sum(last - first + 1)) / (queries * keys)
 
 
-def products(jaxpr, times: float = 1.0, prefix: str = "") -> Iterator[tuple[float, str]]:
+def mask_of(scope: str) -> tuple[int, int, int, int]:
+    """Returns the queries, the keys, whether the mask is causal, and its window (0: none)."""
+    match = re.search(r"/pairs\.(\d+)\.(\d+)\.([01])\.(\d+)(?=/|$)", scope)
+    queries, keys, causal, window = map(int, match.groups()) if match else (1, 1, 0, 0)
+    return queries, keys, causal, window
+
+
+def products(jaxpr) -> Iterator[tuple[float, str]]:
     """Yields (FLOPs in all, module path) of each matrix product and triangular solve."""
-    for equation in jaxpr.eqns:
-        scope, name = f"{prefix}/{equation.source_info.name_stack}", equation.primitive.name
+    for equation, times, scope in equations(jaxpr):
+        name = equation.primitive.name
         if name == "dot_general":
             ((contracted, _), _) = equation.params["dimension_numbers"]
             left, out = equation.invars[0].aval.shape, equation.outvars[0].aval
@@ -71,12 +77,19 @@ def products(jaxpr, times: float = 1.0, prefix: str = "") -> Iterator[tuple[floa
         elif name == "triangular_solve":  # row i of n from the i rows before it
             size, side = equation.outvars[0].aval, equation.params["left_side"]
             yield times * size.size * size.shape[-2 if side else -1], _module(scope)
+
+
+def equations(jaxpr, times: float = 1.0, prefix: str = "") -> Iterator[tuple]:
+    """Yields (equation, how often it is computed, scope) of a traced program and all inner ones."""
+    for equation in jaxpr.eqns:
+        scope, name = f"{prefix}/{equation.source_info.name_stack}", equation.primitive.name
+        yield equation, times, scope
         inner_times = times * equation.params.get("length", 1) if name == "scan" else times
         is_program = lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")
         for inner in jax.tree.leaves(tuple(equation.params.values()), is_leaf=is_program):
             inner = getattr(inner, "jaxpr", inner)
             if hasattr(inner, "eqns"):
-                yield from products(inner, inner_times, scope)
+                yield from equations(inner, inner_times, scope)
 
 
 def _module(scope: str) -> str:

@@ -13,14 +13,41 @@ def compare(plans: dict[str, Plan]) -> str:
     """Returns a table of the training steps of several experiments."""
     bounds = "step at least", "bound by", "MFU at most"
     rows = [["", "parameters", "FLOPs per token", "peak memory", *bounds, "attention"]]
+    has_none = (plan for plan in plans.values() if plan.config.model.position == "none")
+    base = next(has_none, next(iter(plans.values()))).kernel_cycles
+    counted = any(plan.kernels for plan in plans.values())
+    rows[0] += ["kernels"] * counted
     for name, plan in plans.items():
         part, roof = plan.train, plan.train.roofline
         least = [seconds(plan.step), roof.bound, f"{plan.mfu:.1%}"] if plan.step else ["", "", ""]
         peak = format_bytes(part.peak) + ("" if plan.fits else " (!)")
         backends = " ".join(part.compiled.attention) if part.compiled else ""
         flops = human_count(plan.model_flops / plan.tokens)
-        rows.append([name, f"{plan.parameters:,}", flops, peak, *least, backends])
-    return "\n".join(table(rows)) + "\n"
+        cost = f"{plan.kernel_cycles / base:.3f}" if base and plan.kernel_cycles else ""
+        cost = cost or ("not analyzed" if plan.kernels else "none")
+        rows.append(
+            [name, f"{plan.parameters:,}", flops, peak, *least, backends, *[cost] * counted]
+        )
+    note = "kernels: cycles of the attention kernels, relative to the arm without positions"
+    return "\n".join(table(rows) + ["", f"{note}, or else the first"] * counted) + "\n"
+
+
+def kernels(plan: Plan) -> list[str]:
+    """Returns a table of the schedules of the attention kernels of a training step."""
+    rows = {"attention kernels": [x.name for x in plan.kernels]}
+    shapes = [(*x.operands[0][1][-2:], x.operands[1][1][-2]) for x in plan.kernels]
+    rows["queries x keys, d_head"] = [f"{T:,} x {S:,}, {H}" for T, H, S in shapes]
+    rows["heads x sequences"] = [f"{x.heads:,}" for x in plan.kernels]
+    names = {"calls": "calls", "trips": "tiles of a head", "bundles": "cycles of a tile"}
+    names |= {"spills": "spills in a tile", "cycles": "cycles of a call", "least": "of products"}
+    for field, name in names.items():
+        number = lambda x, field=field: f"{getattr(x, field):,.0f}" if x.cycles else "not analyzed"
+        rows[name] = [number(x) for x in plan.kernels]
+    rows["ratio"] = [f"{x.cycles / x.least:.2f}" if x.cycles else "" for x in plan.kernels]
+    rows["VMEM at most"] = [format_bytes(x.vmem) for x in plan.kernels]
+    title = lambda name: name if name.startswith("attention") else f"  {name}"
+    lines = table([[title(name), *cells] for name, cells in rows.items()])
+    return lines if plan.kernels else ["no attention kernels in a training step"]
 
 
 def remedies(plan: Plan) -> list[str]:

@@ -13,6 +13,7 @@ from transformer.mapping import to_mapping
 from transformer.output import elapsed
 from transformer.parallel.sharding import local_bytes
 from transformer.planning.buffers import kept, largest
+from transformer.planning.bundles import KernelCycles
 from transformer.planning.chips import Topology
 from transformer.planning.kernels import kernel
 from transformer.planning.model_flops import model_flops
@@ -46,6 +47,13 @@ class Plan:
     tokens: int  # of a training step
     parts: dict[str, Part]
     price: float | None = None  # of one chip for one hour
+    kernels: Sequence[KernelCycles] = ()  # the attention kernels of a training step, if counted
+
+    @property
+    def kernel_cycles(self) -> float:
+        """The cycles of all attention kernels in a training step; 0 if one is not known."""
+        each = [kernel.calls * kernel.cycles for kernel in self.kernels]
+        return sum(each) if all(each) else 0.0
 
     @property
     def train(self) -> Part | None:
@@ -127,6 +135,7 @@ class Plan:
             "step_seconds_at_least": self.step,
             "mfu_at_most": self.mfu,
             "run": self.run,
+            "kernels": [dataclasses.asdict(kernel) for kernel in self.kernels],
             "price_per_chip_hour": self.price,
             "programs": {name: part_to_json(part) for name, part in self.parts.items()},
             "config": to_mapping(self.config),
@@ -140,9 +149,12 @@ def make_plan(
     *,
     only: Sequence[str] = PROGRAMS,
     price: float | None = None,
+    kernels: Sequence[KernelCycles] = (),
     report: Callable[[str], None] = lambda line: None,
 ) -> Plan:
     """Compiles the programs in `only` and returns their plan. `report` receives lines of progress.
+
+    `kernels` are attention kernels whose cycles bound their time (cycles.py).
 
     Raises UserError for an experiment that cannot be laid out on the machine.
     """
@@ -169,14 +181,14 @@ def make_plan(
             memory["activations"] = activations
         memory["temporaries"] = compiled.temporaries - memory.get("activations", 0)
         memory["results, code"] = compiled.results + compiled.code
-        work = lambda op: kernel(op, config.model)
+        work = lambda op: kernel(op, config.model, kernels)
         roof = roofline(compiled.program, topology, mesh_devices, work)
         parts[name] = Part(memory, roof, compiled)
     batch, params = programs.batch, programs.state.params
     tokens = sum(math.prod(batch[side].shape) for side in ("inputs", "source") if side in batch)
     parameters = sum(math.prod(x.shape) for x in jax.tree.leaves(params))
     flops, mesh = model_flops(config, batch, params), dict(programs.mesh.shape)
-    return Plan(config, topology, mesh, parameters, flops, tokens, parts, price)
+    return Plan(config, topology, mesh, parameters, flops, tokens, parts, price, kernels)
 
 
 def _holdings(programs: Programs, name: str) -> dict[str, float]:

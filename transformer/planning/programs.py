@@ -148,6 +148,12 @@ class Programs:
         with _too_large():
             return jitted.lower(*args).compile(), time.perf_counter() - start
 
+    def trace(self, name: str):
+        """Returns the traced program, a jaxpr."""
+        with use(self.mesh):
+            jitted, args = getattr(self, f"_{name}")()
+            return jitted.trace(*args).jaxpr
+
     def inputs(self, name: str) -> dict | tuple:
         """Returns the inputs of a program besides the state."""
         with use(self.mesh):

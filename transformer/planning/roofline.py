@@ -9,6 +9,7 @@ measured on hardware.
 
 import collections
 import dataclasses
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -93,7 +94,11 @@ def roofline(
             links[axis] += inner / (sum(link_counts.values()) * chip.link_rate)
     seconds = None
     if chip.flops:
-        seconds = {"compute": computed * share / chip.flops}
+        least = lambda flops: flops * share / chip.flops
+        # The schedule of a kernel's instructions may take longer than its products at full rate.
+        scheduled = lambda call: call.cycles / (chip.clock * chip.cores / share or math.inf)
+        waits = [times * max(scheduled(x) - least(x.flops), 0.0) for x, times in kernels]
+        seconds = {"compute": least(computed) + sum(waits)}
         if topology.is_tpu:  # the fusions of a GPU's compiler are unknown
             seconds["HBM"] = moved * share / chip.hbm_rate
         seconds |= {"network": max(links.values(), default=0.0), "slices": outer / chip.outer_rate}

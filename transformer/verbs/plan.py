@@ -22,6 +22,7 @@ the plan suggests changes.
       --config.mesh.data=2
   python -m transformer plan --config=... --topology=v6e-64 --search
   python -m transformer plan --config=experiments/positions.py --topology=v5e-16 --arms
+  python -m transformer plan --config=... --topology=v5e-16 --arms --kernels
 
   TPUs by shape (v5p:4x4x8) or by name (v5p-256): v4, v5e, v5p, v6e, tpu7x. The compiler comes with
   pip install -e '.[tpu]'; no TPU is needed.
@@ -42,6 +43,8 @@ def arguments(parser) -> None:
     programs = "programs to compile: train, evaluate, prefill, decode; default: all"
     add("--only", metavar="NAMES", help=programs)
     add("--arms", action="store_true", help="plan and compare the arms of the file's sweep()")
+    cycles = "count the cycles of the attention kernels, in the schedules of the TPU's compiler"
+    add("--kernels", action="store_true", help=cycles)
     layouts = "try N combinations of mesh, remat policy and micro-batches (default: 8); best first"
     add("--search", nargs="?", type=int, const=8, metavar="N", help=layouts)
     add("--json", type=Path, metavar="FILE", help="write all numbers to this file")
@@ -59,9 +62,12 @@ def run(args, overrides) -> int:
     else:
         configs = {"": load_experiment(args.config, overrides)}
     only = _check(args, machine)
-    from transformer.planning import page, programs, search
+    from transformer.planning import cycles, page, programs, search
     from transformer.planning.plan import make_plan
 
+    kernels = {}
+    if args.kernels:
+        kernels = cycles.measure(args.config, overrides, args.topology, args.slices, args.arms)
     devices = programs.start(machine)
     log = lambda line: print(line, file=sys.stderr)
     if args.search:
@@ -73,9 +79,12 @@ def run(args, overrides) -> int:
         for arm, config in configs.items():
             log_arm = (lambda line, arm=arm: log(f"{arm}: {line}")) if arm else log
             options = {"only": only, "price": args.price, "report": log_arm}
+            options["kernels"] = kernels.get(arm, ())
             plans[arm] = make_plan(config, machine, devices, **options)
         fits = all(plan.fits for plan in plans.values())
         text = page.compare(plans) if args.arms else page.page(plans[""])
+        if args.kernels and not args.arms:
+            text += "\n".join(["", *page.kernels(plans[""]), ""])
         numbers = {arm: plan.to_json() for arm, plan in plans.items()}
         numbers = numbers if args.arms else numbers[""]
     if args.json:
@@ -95,6 +104,9 @@ def _check(args, machine) -> tuple[str, ...]:
         raise UserError(
             f"--search: {args.search} is not valid; set 1 or more, without --arms and --only"
         )
+    if args.kernels and (args.search or not machine.chip.mxu):
+        refused = "a search" if args.search else f"a {chip.title}"
+        raise UserError(f"--kernels: not available for {refused}; leave it out")
     if args.search and not chip.flops:
         raise UserError(f"--search: the speed of a {chip.title} is unknown; name a TPU or a GPU")
     only = ("train",) if args.arms else tuple(args.only.split(",")) if args.only else PROGRAMS
