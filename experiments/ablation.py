@@ -65,6 +65,5 @@ def sweep():
         ),
         question="Is post-norm as good as pre-norm in four layers, and does the answer depend on "
         "the position scheme?",
-        declared={"parameters": "post-norm has no final norm, so 128 parameters fewer"},
         seeds=3,
     )
