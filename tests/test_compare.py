@@ -28,7 +28,8 @@ def test_verdict_agrees_with_confidence_intervals(tmp_path):
     assert re.fullmatch(
         r"b is worse than a: its test/loss is 0\.1015 \[0\.09\d\d, 0\.10\d\d\] nats per "
         r"token higher; c does not differ detectably from a: the difference is between -0\.\d+ and "
-        r"\+0\.\d+ nats per token \(95 % intervals over 4 seeds, p < 0\.001\)\.",
+        r"\+0\.\d+ nats per token \(95 % intervals over 4 seeds, p < 0\.001 for detectable "
+        r"differences\)\.",
         judged.sentences[0],
     )
     assert a.value.half > 0.1 > b.to_baseline.mean.half, "pairing narrows the interval"

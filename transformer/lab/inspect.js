@@ -69,4 +69,5 @@ document.querySelectorAll('section.map').forEach(section => {
     }
   }
   enlarge(...now);
+  addEventListener('resize', () => enlarge(...now));
 });

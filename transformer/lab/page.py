@@ -118,7 +118,7 @@ def _texts(drawn: Figure) -> list[str]:
 def table_html(table: Table) -> str:
     """Returns a table as HTML. Columns with long texts are left-aligned."""
     (head, *rows), escape = table, html.escape
-    is_text = [any(len(row[n]) > 30 for row in rows) for n in range(len(head))]
+    is_text = [any(len(row[n]) > 36 for row in rows) for n in range(len(head))]
     cells = lambda row, tag: "".join(
         f"<{tag}{' class=text' * is_text[n]}>{escape(x)}</{tag}>" for n, x in enumerate(row)
     )

@@ -178,6 +178,7 @@ def _verdict(results: Results, rows: Mapping[str, Row], scanned: Sequence[Scan])
     else:
         p = p_value(max(detected) if detected else min(versus.p for versus in tested))
         bound = " or less" * ("=" in p) if detected else " or more"
+        bound += " for detectable differences" * (0 < len(detected) < len(tested))
         certainty = f"95 % intervals over {seeds} seeds, {p}{bound}"
     return f"{'; '.join(clauses)} ({certainty})."
 

@@ -8,8 +8,8 @@ from transformer.verbs.common import folder
 ABOUT = "write a report on a sweep, or on several runs"
 
 DETAIL = """Compare the arms of a sweep, or several runs, and write a report: index.html (one
-self-contained file), report.md, summary.csv, runs.csv, curves.csv, effects.csv, profiles.csv, figures/*.png
-and *.pdf. The report claims only what the confidence intervals over seeds support.
+self-contained file), report.md, tables as *.csv, figures/*.png and *.pdf. The report claims only
+what the confidence intervals over seeds support.
 
   python -m transformer compare runs/ablation
   python -m transformer compare runs/a runs/b --metric=test/bits_per_byte

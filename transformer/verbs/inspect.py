@@ -61,7 +61,7 @@ def run(args, overrides) -> int:
         trained = load_trained(args.workdir, config, mesh)
         view = inspection.observe_text(trained, mesh, text, args.target)
     about, start = [f"Step {trained.step:,} of {trained.workdir}."], textwrap.shorten(text, 60)
-    title = f"Token losses, predictions and attention of {args.workdir.resolve().name} on: {start}"
+    title = f"Token losses, predictions and attention of {args.workdir} on: {start}"
     write_atomic(output, inspect_page.page(view, title, about))
     print(f"page: {output}", file=sys.stderr)
     return 0
