@@ -67,7 +67,6 @@ def sweep():
         ),
         question="Is post-norm as good as pre-norm in four layers, and does the answer depend on "
         "the position scheme?",
-        declared={"parameters": "post-norm has no final norm, so 128 parameters fewer"},
         seeds=3,
         tune=tuned("optimizer.learning_rate", 1e-3, 3e-2, points=4, more=1),
     )

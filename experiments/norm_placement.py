@@ -68,8 +68,4 @@ def sweep():
             "model.norm_placement", "pre", "post", "peri", "res_post", "deepnorm", "none", "rezero"
         ),
         question="Which norm placement translates best after 1,000 steps, six layers per stack?",
-        declared={
-            "parameters": "placements differ in their number of norms; none has no norms, and "
-            "rezero has one gate per sublayer"
-        },
     )

@@ -72,6 +72,5 @@ def sweep(what="rate"):
             "rate": "How large a learning rate does each norm placement tolerate?",
             "warmup": "How short a warm-up does each norm placement tolerate?",
         }[what],
-        declared={"parameters": "placements differ in their number of norms"},
         seeds=3,
     )

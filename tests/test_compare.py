@@ -2,12 +2,13 @@
 
 import dataclasses
 import json
+import re
 
 import pytest
 from studies import write_run
 
 from transformer import UserError
-from transformer.lab import figures, report, report_tables, results, verdict
+from transformer.lab import figures, report, report_about, report_tables, results, verdict
 
 
 def compare(folder, **options):
@@ -21,30 +22,27 @@ def test_verdict_agrees_with_confidence_intervals(tmp_path):
         write_run(tmp_path, "b", seed, 4.1 + noise + 0.001 * seed, model__d_ff=48)
         write_run(tmp_path, "c", seed, 4.0 + noise + (-1) ** seed * 0.05, model__d_ff=64)
     judged = compare(tmp_path)
-    text = " ".join(judged.sentences)
     assert list(judged.rows) == ["a", "b", "c"]
     a, b, c = judged.rows.values()
-    assert (
-        b.to_baseline.is_detectable
-        and not c.to_baseline.is_detectable
-        and a.among_best
-        and c.among_best
-        and not b.among_best
-    )
-    assert (
-        "is worse than" in text
-        and "no detectable difference from" in text
-        and "corrected for 2 comparisons" in text
+    assert [row.outcome for row in (a, b, c)] == ["baseline", "worse", "undetected"]
+    assert re.fullmatch(
+        r"b is worse than a: its test/loss is 0\.1015 \[0\.09\d\d, 0\.10\d\d\] nats per "
+        r"token higher; c does not differ detectably from a: the difference is between -0\.\d+ and "
+        r"\+0\.\d+ nats per token \(95 % intervals over 4 seeds, p < 0\.001 for detectable "
+        r"differences\)\.",
+        judged.sentences[0],
     )
     assert a.value.half > 0.1 > b.to_baseline.mean.half, "pairing narrows the interval"
     higher = dataclasses.replace(
         judged.results, sweep=dataclasses.replace(judged.results.sweep, higher_is_better=True)
     )
-    assert "is better than" in " ".join(verdict.derive_verdict(higher).sentences)
+    assert (
+        verdict.derive_verdict(higher).sentences[0].startswith("b is better than a: its test/loss")
+    )
 
 
 def test_indistinguishable_arms_share_a_sentence(tmp_path):
-    """The sentence names two arms but only counts ten; the table contains them all."""
+    """The verdict names two arms but only counts ten; the table contains them all."""
     for count in (2, 10):
         for arm in range(count + 1):
             for seed in range(3):
@@ -56,15 +54,48 @@ def test_indistinguishable_arms_share_a_sentence(tmp_path):
                     model__d_ff=32 + 8 * arm,
                 )
     few, many = compare(tmp_path / "2").sentences, compare(tmp_path / "10").sentences
-    assert few[-1].startswith("arm1 and arm2 have no detectable difference from arm0: p = ")
+    assert few[0].startswith("arm1 and arm2 do not differ detectably from arm0: the difference is")
+    assert many[0].startswith("10 other arms do not differ detectably from arm0: the difference is")
+    assert len(few) == len(many) == 1 and few[0].endswith("or more).")
+
+
+def test_clear_winner_is_named_first(tmp_path):
+    """The verdict ranks better arms by their difference; one arm alone gets its p value."""
+    for seed, noise in enumerate((0.0, 0.3, 0.1)):
+        write_run(tmp_path, "a", seed, 4.0 + noise)
+        write_run(tmp_path, "b", seed, 3.9 + noise + 0.001 * seed, model__d_ff=48)
+        write_run(tmp_path, "c", seed, 3.5 + noise + 0.001 * seed, model__d_ff=64)
     assert (
-        "no detectable difference between it and 10 other arms" in many[0]
-        and many[-1].startswith("10 other arms have no detectable difference from arm0: p = ")
-        and len(many) == 2
+        compare(tmp_path)
+        .sentences[0]
+        .startswith(
+            "c and b are better than a: their test/loss is 0.4990 [0.4965, 0.5015] and "
+            "0.0990 [0.0965, 0.1015] nats per token lower (95 % intervals over 3 seeds, p < 0.001"
+        )
+    )
+    runs = sorted(path.parent for path in tmp_path.glob("[ab]/*/config.json"))
+    assert verdict.derive_verdict(results.read(runs)).sentences == (
+        "b is better than a: its test/loss is 0.0990 [0.0965, 0.1015] nats per token lower "
+        "(95 % interval over 3 seeds, p < 0.001).",
     )
 
 
-def test_constant_difference_excludes_an_arm_from_the_best(tmp_path):
+def test_difference_that_the_correction_makes_undetectable_is_explained(tmp_path):
+    noises = {"b": (0.10, 0.16, 0.2), "c": (0.1, -0.2, 0.05), "d": (-0.1, 0.2, 0.05)}
+    for seed in range(3):
+        write_run(tmp_path, "a", seed, 4.0)
+        for n, (arm, noise) in enumerate(noises.items()):
+            write_run(tmp_path, arm, seed, 4.0 + noise[seed], model__d_ff=48 + 8 * n)
+    judged = compare(tmp_path)
+    versus = judged.rows["b"].to_baseline
+    assert versus.mean.low > 0 and versus.p > 0.05 and judged.rows["b"].outcome == "undetected"
+    assert judged.sentences[0].startswith("b, c and d do not differ detectably from a")
+    assert "b: the interval excludes zero, but p is too large after the correction." in (
+        judged.sentences
+    )
+
+
+def test_constant_difference_is_not_tested(tmp_path):
     """A share that is 0 or 1 in every seed supports no claim, not even that arms are equal."""
     for name, shares in {
         "all": (1.0, 1.0, 1.0),
@@ -82,12 +113,13 @@ def test_constant_difference_excludes_an_arm_from_the_best(tmp_path):
                 model__d_ff=32 + 8 * len(name) + ord(name[0]),
             )
     judged = compare(tmp_path, metric="test/bleu")
-    assert [name for name, row in judged.rows.items() if row.among_best] == ["all", "most", "same"]
-    assert any(
-        line.startswith(
-            "none has a difference from all of -1.000 in each of 3 seeds, which leaves no spread"
-        )
-        for line in judged.sentences
+    outcomes = {name: row.outcome for name, row in judged.rows.items()}
+    assert outcomes == {
+        "all": "baseline", "most": "undetected", "none": "untested", "same": "undetected"
+    }  # fmt: skip
+    assert "about none, no conclusion is possible" in judged.sentences[0]
+    assert "none: -1.000 from all in each seed, which leaves no spread for a t-test." in (
+        judged.sentences
     )
 
 
@@ -100,28 +132,30 @@ def test_huge_final_loss_counts_as_divergence(tmp_path):
     assert (
         judged.rows["b"].value.count == 1
         and judged.rows["b"].arm.diverged == {1: 8, 2: 8}
-        and not judged.rows["b"].among_best
+        and judged.rows["b"].outcome == "untested"
     )
     assert any(
         line.startswith("b diverged in 2 of 3 seeds, at step 8, 8") for line in judged.sentences
     )
 
 
-def test_arm_that_lacks_a_seed_is_not_the_best(tmp_path):
-    """A seed is easy or hard for all arms; an arm without the hard seed has a better mean."""
+def test_arm_that_lacks_a_seed_is_not_better(tmp_path):
+    """A seed is easy or hard for all arms; an arm without the hard seed has a better mean.
+
+    Only common seeds are compared, so the verdict is that it is worse.
+    """
     for seed, difficulty in enumerate((0.5, 0.0, 0.1)):
         write_run(tmp_path, "a", seed, 4.0 + difficulty)
         write_run(
-            tmp_path, "b", seed, 4.1 + difficulty + 0.01 * seed if seed else None, model__d_ff=48
+            tmp_path, "b", seed, 4.1 + difficulty + 0.001 * seed if seed else None, model__d_ff=48
         )
     judged = compare(tmp_path)
-    assert (
-        judged.rows["b"].value.mean < judged.rows["a"].value.mean
-        and "a has the best mean" in judged.sentences[0]
-    )
+    assert judged.rows["b"].value.mean < judged.rows["a"].value.mean and judged.sentences[
+        0
+    ].startswith("b is worse than a")
 
 
-def test_equal_arms_have_no_best(tmp_path):
+def test_equal_arms_are_called_equal(tmp_path):
     for arm in ("a", "b"):
         for seed in (0, 1):
             write_run(tmp_path, arm, seed, 4.0, test_bleu=0.0, model__d_ff=32 + 8 * ord(arm))
@@ -142,7 +176,7 @@ def test_speed_ignores_compilation_and_evaluation(tmp_path):
         "".join(json.dumps(line) + "\n" for line in lines) + '{"step": 8, "test/loss": 4.0}\n'
     )
     write_run(tmp_path, "b", 0, 4.0, model__d_ff=48)
-    assert compare(tmp_path).rows["a"].tokens_per_second == 50.0
+    assert compare(tmp_path).results.arms["a"].speed == 50.0
 
 
 def test_loss_plot_shows_baseline_and_best_of_many_arms(tmp_path):
@@ -156,14 +190,15 @@ def test_loss_plot_shows_baseline_and_best_of_many_arms(tmp_path):
             eval_losses=(6.0, 5.0),
             model__d_ff=32 + 8 * arm,
         )
-    pictures = figures.draw(compare(tmp_path))
-    caption, figure = pictures["loss_by_steps"]
+    judged = compare(tmp_path)
+    caption, figure = figures.curves(judged)["loss_by_steps"]
     labels = [text.get_text() for text in figure.legends[0].get_texts()]
     assert (
         labels == ["arm00", *(f"arm{arm:02d}" for arm in range(4, 15))]
         and "11 best other arms, of 15 in all; curves.csv contains all arms" in caption
     )
-    assert len(pictures["by_arm"][1].axes[0].get_yticks()) == 14, "all arms that finished"
+    ticks = figures.answer(judged)["by_arm"][1].axes[0].get_xticks()
+    assert len(ticks) == 14, "all arms that finished"
 
 
 def test_single_seed_supports_no_conclusion(tmp_path):
@@ -171,17 +206,16 @@ def test_single_seed_supports_no_conclusion(tmp_path):
     write_run(tmp_path, "b", 0, 9.0, model__d_ff=48)
     judged = compare(tmp_path)
     text = " ".join(judged.sentences)
-    assert (
-        "too few for an interval, so no conclusion is drawn" in text
-        and "worse" not in text
-        and "better" not in text
+    assert judged.sentences[0] == (
+        "No conclusion is possible: the variation between seeds is unknown, because no two arms "
+        "share two seeds."
     )
+    assert "worse" not in text and "better" not in text
     assert not any(
         row.to_baseline and row.to_baseline.is_detectable for row in judged.rows.values()
     )
-    assert "one seed" in report.markdown(judged) and "there are no intervals" in report.markdown(
-        judged
-    )
+    text = report.markdown(judged, report.sections(judged))
+    assert "one seed" in text and "there are no intervals" in text
 
 
 def test_folder_names_become_valid_arm_names(tmp_path):
@@ -199,6 +233,18 @@ def test_divergence_is_reported(tmp_path):
     judged = compare(tmp_path)
     assert any("diverged in 1 of 2 seeds, at step 5" in line for line in judged.sentences)
     assert [row.value.count for row in judged.rows.values()] == [2, 1]
+    for seed in (0, 1):
+        write_run(tmp_path, "c", seed, 3.0 + seed + 0.01 * seed, model__d_ff=64)
+        write_run(tmp_path, "d", seed, None, diverged=3, model__d_ff=72)
+    answer = compare(tmp_path).sentences[0]
+    assert answer.startswith("c is better than a") and "; d diverged in every seed (" in answer
+    for seed in (0, 1):
+        write_run(tmp_path / "gone", "a", seed, None, diverged=3)
+        write_run(tmp_path / "gone", "b", seed, 4.0 + seed, model__d_ff=48)
+        write_run(tmp_path / "gone", "c", seed, 4.5 + seed, model__d_ff=64)
+    assert compare(tmp_path / "gone").sentences[0] == (
+        "No comparison is possible: the baseline, a, lacks a value of test/loss (nats per token)."
+    )
 
 
 def test_share_of_steps_to_reach_the_baseline(tmp_path):
@@ -241,13 +287,11 @@ def test_metric_name_determines_which_direction_is_better(tmp_path):
     by_bleu, by_loss = (
         compare(tmp_path, metric=metric).sentences for metric in ("test/bleu", "test/loss")
     )
-    assert "a has the best mean" in by_bleu[0] and "b is worse than a" in by_bleu[1]
-    assert "b has the best mean" in by_loss[0] and "b is better than a" in by_loss[1]
-    assert (
-        "a has the best mean"
-        in compare(tmp_path, metric="test/loss", higher_is_better=True).sentences[0]
-    )
-    command = report.reproduction_commands(
+    assert "b is worse than a: its test/bleu" in by_bleu[0]
+    assert "b is better than a: its test/loss" in by_loss[0]
+    reversed_ = compare(tmp_path, metric="test/loss", higher_is_better=True)
+    assert "b is worse than a" in reversed_.sentences[0]
+    command = report_about.reproduction_commands(
         compare(tmp_path, metric="test/bleu", baseline="b").results
     )
     assert command.endswith("--metric=test/bleu --baseline=b")

@@ -1,17 +1,23 @@
 """The effects of fields over the settings of a sweep, scans of numbers, and the report page."""
 
 import dataclasses
+import json
 import math
 import re
 
 import numpy as np
 import pytest
+from scipy import stats
 from studies import configs_and_facts, write_run
 from test_compare import compare
 
 from transformer import Sweep, UserError, arms, chain, product, scan, vary
-from transformer.lab import report, results, verdict
+from transformer.lab import figures, report, results, verdict
+from transformer.lab.formatting import spell
+from transformer.lab.speed import disturbances
+from transformer.lab.statistics import mean
 from transformer.lab.study import Study
+from transformer.units import bounds
 
 
 def test_effect_of_a_field_over_all_settings_of_the_others(tmp_path):
@@ -32,15 +38,21 @@ def test_effect_of_a_field_over_all_settings_of_the_others(tmp_path):
                 + (0.1 + 0.001 * seed) * ("wide" in name)
                 + 0.01 * seed * ("thick" in name),
             )
-    factors = verdict.derive_verdict(results.read([tmp_path])).factors
-    wide, thick = factors["model.d_ff"]["wide - narrow"], factors["model.d_model"]["thick - thin"]
+    found = verdict.derive_verdict(results.read([tmp_path])).effects
+    assert [effect.name for effect in found] == [
+        "d_ff: wide - narrow",
+        "d_model: thick - thin",
+        "d_ff: wide - narrow x d_model: thick - thin",
+    ]  # fmt: skip
+    wide, thick, both = (effect.versus for effect in found)
     assert wide.mean.mean == pytest.approx(0.101) and wide.is_detectable and not thick.is_detectable
+    assert both.mean.mean == pytest.approx(0.0, abs=1e-12) and not both.is_detectable
     configs["beside"] = dataclasses.replace(next(iter(configs.values())), seed=7)
     extended = dataclasses.replace(
         sweep, grid=chain(grid, arms(beside={"optimizer.weight_decay": 0.3}))
     )
     Study(tmp_path, extended, configs, facts | {"beside": next(iter(facts.values()))}).write()
-    assert verdict.derive_verdict(results.read([tmp_path])).factors == factors, (
+    assert verdict.derive_verdict(results.read([tmp_path])).effects == found, (
         "an arm outside the grid does not change the effects"
     )
 
@@ -145,9 +157,8 @@ def test_scan_of_many_values_gets_one_sentence(tmp_path):
                     diverged=3 if diverges else 0,
                 )
         sentences = verdict.derive_verdict(results.read([folder])).sentences
-        assert any("is better than learning_rate=0.001" in line for line in sentences) == (
-            points == 3
-        )
+        assert ("is better than learning_rate=0.001" in sentences[0]) == (points == 3)
+        assert sentences[0].startswith("The best learning_rate by test/loss") == (points == 10)
         assert any(line.startswith(f"Of {points} values of learning_rate") for line in sentences)
         assert any(
             line.startswith("learning_rate=0.1 diverged in 1 of 3 seeds") for line in sentences
@@ -190,15 +201,138 @@ def test_report_page_is_self_contained(tmp_path):
         "gradient_by_depth_decoder_first,deep2,2,3.0,,,1"
         in (tmp_path / "report" / "profiles.csv").read_text()
     )
-    assert (
-        not re.search(r"""(src|href)=["'](?!data:)""", page)
-        and "url(" not in page
-        and "<script" not in page
-    )
+    assert not re.search(r"""src=["']?(?!["']?data:)""", page) and "url(" not in page
+    links = set(re.findall(r'href="?([^">]+)', page))
+    assert {"summary.csv", "report.md", "figures/by_arm.png", "figures/by_arm.pdf"} < links
+    for link in links:
+        assert (tmp_path / "report" / link).is_file()
     assert "b_b_" in page and "viewport" in page
-    # Seeds, differences, loss by steps, by tokens and by time, and a profile before the first step;
-    # there is no profile at the end.
-    assert page.count("data:image/png;base64,") == 6
+    # Differences, values, loss by steps (tokens are proportional to them) and by time, and a
+    # profile before the first step; there is no profile at the end.
+    assert page.count("data:image/svg+xml;base64,") == 5
+    assert re.findall(r">Figure (\d+)\.", page) == list("12345")
+    assert "<details><summary>Evaluator depth_profile</summary>" in page
     for name in ("summary", "runs", "curves"):
         assert len((tmp_path / "report" / f"{name}.csv").read_text().splitlines()) > 2
     assert {path.suffix for path in (tmp_path / "report" / "figures").iterdir()} == {".png", ".pdf"}
+
+
+def grid_study(folder, grid, loss_of, **options):
+    """Writes a study of three seeds and returns its verdict."""
+    sweep = Sweep(grid, seeds=3, declared={"parameters": "varied", "flops": "varied"}, **options)
+    configs, facts = configs_and_facts(sweep)
+    Study(folder, sweep, configs, facts).write()
+    for name in configs:
+        for seed in range(3):
+            write_run(folder, name, seed, loss_of(name, seed))
+    return verdict.derive_verdict(results.read([folder]))
+
+
+def test_interaction_equals_the_difference_of_differences(tmp_path):
+    """Two placements, two position schemes: the interaction of each seed, computed by hand."""
+    rng = np.random.default_rng(0)
+    losses = {"pre-rotary": 4.8, "pre-alibi": 4.7, "post-rotary": 4.6, "post-alibi": 4.65}
+    noise = {name: 0.01 * rng.normal(size=3) for name in losses}
+    loss_of = lambda name, seed: losses[name] + 0.3 * seed + noise[name][seed]
+    grid = product(
+        vary("model.norm_placement", "pre", "post"), vary("model.position", "rotary", "alibi")
+    )
+    judged = grid_study(tmp_path, grid, loss_of)
+    y = {name: np.array([loss_of(name, seed) for seed in range(3)]) for name in losses}
+    with_rotary, with_alibi = (y[f"post-{x}"] - y[f"pre-{x}"] for x in ("rotary", "alibi"))
+    by_hand = stats.ttest_1samp(with_alibi - with_rotary, 0.0)
+    both = judged.effects[-1]
+    assert both.versus.mean.mean == pytest.approx(np.mean(with_alibi - with_rotary))
+    assert both.at == pytest.approx((with_rotary.mean(), with_alibi.mean()))
+    interval = by_hand.confidence_interval(0.95)
+    assert (both.versus.mean.low, both.versus.mean.high) == pytest.approx(tuple(interval))
+    averaged = stats.ttest_1samp((with_rotary + with_alibi) / 2, 0.0).pvalue
+    gain = (y["pre-alibi"] - y["pre-rotary"] + y["post-alibi"] - y["post-rotary"]) / 2
+    raw = sorted([by_hand.pvalue, averaged, stats.ttest_1samp(gain, 0.0).pvalue])
+    holm = np.maximum.accumulate(np.multiply(raw, (3, 2, 1)))
+    ps = sorted(effect.versus.p for effect in judged.effects)
+    assert ps == pytest.approx(np.minimum(holm, 1))
+    (sentence,) = [line for line in judged.sentences if "depend on" in line]
+    assert sentence.startswith(
+        "Does the effect of norm_placement depend on position? Yes: post instead of pre changes "
+        f"test/loss by {with_rotary.mean():+.3f} with rotary and by {with_alibi.mean():+.3f} with "
+        "alibi. The difference of these differences is +0.1"
+    )
+    page = report.write(judged, tmp_path / "report").read_text()
+    assert "Interaction of norm_placement and position" in page
+    assert "norm_placement: post - pre x position: alibi - rotary" in page
+    assert len((tmp_path / "report" / "effects.csv").read_text().splitlines()) == 4
+
+
+def test_interactions_of_three_fields_average_over_the_third(tmp_path):
+    """The effect of d_ff depends on d_model by 0.2, and on the position by nothing."""
+    rng = np.random.default_rng(1)
+    grid = product(
+        vary("model.d_ff", narrow=32, wide=64),
+        vary("model.d_model", thin=16, thick=32),
+        vary("model.position", "rotary", "alibi", "sinusoidal"),
+    )
+    loss_of = lambda name, seed: (
+        4.0 - 0.2 * ("wide-thick" in name) + 0.5 * ("alibi" in name) + 0.001 * rng.normal()
+    )
+    judged = grid_study(tmp_path, grid, loss_of)
+    found = {effect.name: effect.versus for effect in judged.effects}
+    assert len(found) == 4 + 1 + 2 + 2
+    width = found.pop("d_ff: wide - narrow x d_model: thick - thin")
+    assert width.mean.mean == pytest.approx(-0.2, abs=0.005) and width.is_detectable
+    assert not any(x.is_detectable for name, x in found.items() if " x position" in name)
+    text = " ".join(judged.sentences)
+    assert "Does the effect of d_ff depend on d_model? Yes: wide instead of narrow" in text
+    assert "depend on position? Not detectably, in any of 2 contrasts." in text
+    assert "Averaged over d_ff and d_model, alibi instead of rotary raises test/loss by" in text
+
+
+def test_intervals_end_at_the_bounds_of_a_metric(tmp_path):
+    for arm, size in (("a", 32), ("b", 48)):
+        for seed, bleu in enumerate((0.1, 2.0, 0.3)):
+            write_run(tmp_path, arm, seed, 4.0 + seed, test_bleu=bleu, model__d_ff=size)
+    value = compare(tmp_path, metric="test/bleu").rows["a"].value
+    assert value.low == 0.0 and value.high == value.mean + value.half
+    assert spell(value) == "0.8 [0.0, 3.4]"
+    assert mean([0.95, 1.0, 0.9], bounds("test/probe/exact/0004")).high == 1.0
+    assert bounds("eval/attention/logit/decoder/00") == (-math.inf, math.inf)
+
+
+def test_speed_compares_arms_only_under_equal_conditions(tmp_path):
+    """A report shows speed among the costs only if hosts are equal and no other job ran."""
+
+    def speeds(folder, other_cores=0.02, hosts=("h", "h"), together=(1, 1)):
+        for n, (arm, size) in enumerate((("a", 32), ("b", 48))):
+            run = write_run(tmp_path / folder, arm, 0, 4.0, model__d_ff=size)
+            extra = {"host": hosts[n], "cores": 8, "trained_together": together[n]}
+            manifest = json.loads((run / "manifest.json").read_text())
+            (run / "manifest.json").write_text(json.dumps(manifest | extra))
+            with (run / "metrics.jsonl").open("a") as file:
+                file.write(json.dumps({"step": 8, "time/other_cores": other_cores}) + "\n")
+        judged = compare(tmp_path / folder)
+        titles = [section.title for section in report.sections(judged) if section]
+        (cost,) = [section for section in report.sections(judged) if section.title == "Cost"]
+        shown = "tokens/s" in cost.tables[0][0]
+        assert shown == ("Speed, disturbed" not in titles)
+        return shown, disturbances(judged.results)
+
+    assert speeds("equal") == (True, [])
+    assert speeds("hosts", hosts=("h", "i"))[1] == ['Runs differ in host: "h"; "i".']
+    assert speeds("groups", together=(3, 1))[1] == ["Runs differ in trained together: 1; 3."]
+    shown, (why,) = speeds("busy", other_cores=0.9)
+    assert not shown and "used up to 0.9 of the host's 8 cores" in why
+
+
+def test_curves_that_are_the_same_appear_once(tmp_path):
+    for arm, size in (("a", 32), ("b", 48)):
+        write_run(tmp_path, arm, 0, 4.0, eval_losses=(6.0, 5.0), model__d_ff=size)
+    drawn = figures.curves(compare(tmp_path))
+    assert list(drawn) == ["loss_by_steps", "loss_by_time"]
+    caption, figure = drawn["loss_by_steps"]
+    assert "A step is 125 target tokens in training in every arm" in caption
+    assert figure.axes[0].get_xlim() == (4, 8), "the axis begins where the curves do"
+    log = tmp_path / "b" / "seed-0" / "metrics.jsonl"
+    log.write_text(log.read_text().replace("1000", "2000"))
+    assert list(figures.curves(compare(tmp_path))) == [
+        "loss_by_steps", "loss_by_tokens", "loss_by_time"
+    ]  # fmt: skip

@@ -13,6 +13,10 @@ from transformer.lab import guard, report, results, verdict
 from transformer.lab.study import Study
 
 
+def markdown(judged) -> str:
+    return report.markdown(judged, report.sections(judged))
+
+
 def test_incomparable_runs_are_excluded(tmp_path):
     for seed in (0, 1):
         write_run(tmp_path, "a", seed, 4.0 + seed)
@@ -61,9 +65,7 @@ def test_test_text_may_differ_if_the_sweep_varies_it(tmp_path):
         assert len(
             [line for line in judged.results.left_out if "was tested on a different text" in line]
         ) == 4 - sum(counts)
-        assert ("tested on different texts" in report.markdown(judged)) == (
-            field == "data.held_out"
-        )
+        assert ("tested on different texts" in markdown(judged)) == (field == "data.held_out")
 
 
 def test_losses_per_token_of_different_tokenizers_are_not_compared(tmp_path):
@@ -139,7 +141,7 @@ def test_classification_loss_is_per_label(tmp_path):
                 **labels,
             )
     judged = compare(tmp_path, metric="test/loss")
-    page = report.markdown(judged)
+    page = markdown(judged)
     assert (
         [row.value.count for row in judged.rows.values()] == [2, 2]
         and "nats per label" in page
@@ -192,5 +194,5 @@ def test_report_lists_exclusions_from_the_test_text(tmp_path):
         )
     assert (
         "Excluded from the test text, by arm: a (nothing); b (3 pairs were dropped)."
-        in report.markdown(compare(tmp_path))
+        in markdown(compare(tmp_path))
     )

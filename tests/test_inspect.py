@@ -179,6 +179,8 @@ def test_inspect_writes_one_page(family, tmp_path, capsys):
         "<assert>" not in text
         and "&lt;assert&gt; statement" in text
         and not re.search(r"(src|href)=['\"]?http", text)
+        and "<title>Token losses, predictions and attention of" in text
+        and " on: The &lt;assert&gt; statement</title>" in text
     )
     maps = [
         json.loads(data)

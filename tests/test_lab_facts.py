@@ -12,20 +12,50 @@ from transformer.lab.study import Study
 
 
 def test_undeclared_differences_raise():
-    sweep = Sweep(vary("model.position", "rotary", "t5", "alibi"))
+    sweep = Sweep(vary("model.glu", False, True), declared={"flops": "gated"})
     configs, facts = configs_and_facts(sweep)
-    assert facts["t5"].parameters - facts["rotary"].parameters == 32 * 4
+    assert facts["glu=True"].parameters > facts["glu=False"].parameters
     with pytest.raises(
-        UserError, match=r"parameters: rotary [\d,]+, t5 [\d,]+; .*declared=\{'parameters'"
+        UserError,
+        match=r"parameters: glu=False [\d,]+, glu=True [\d,]+; .*declared=\{'parameters'",
     ):
         guard.check(sweep, configs, facts)
-    guard.check(dataclasses.replace(sweep, declared={"parameters": "T5's bias"}), configs, facts)
+    declared = {"flops": "gated", "parameters": "gated"}
+    guard.check(dataclasses.replace(sweep, declared=declared), configs, facts)
     guard.check(
         Sweep(vary("model.position", "rotary", "alibi")),
-        *({arm: by_arm[arm] for arm in ("rotary", "alibi")} for by_arm in (configs, facts)),
+        *configs_and_facts(Sweep(vary("model.position", "rotary", "alibi"))),
     )
     with pytest.raises(UserError, match="'params' is not a compared property; choose from: p"):
         guard.check(dataclasses.replace(sweep, declared={"params": "?"}), configs, facts)
+
+
+@pytest.mark.parametrize(
+    ("field", "values", "own"),
+    [
+        # Two layers of d_model 16: four norms of 32 parameters, and a final norm.
+        ("norm_placement", ("pre", "post", "peri", "rezero"), (160, 128, 288, 4)),
+        ("position", ("rotary", "t5", "learned"), (0, 32 * 4, 32 * 16)),
+    ],
+)
+def test_parameters_of_a_varied_placement_or_scheme_need_no_declaration(field, values, own):
+    """But others do: a wider feed-forward is refused."""
+    sweep = Sweep(vary(f"model.{field}", *values))
+    configs, facts = configs_and_facts(sweep)
+    assert len({fact.parameters for fact in facts.values()}) == len(values)
+    assert tuple(fact.own_parameters[f"model.{field}"] for fact in facts.values()) == own
+    guard.check(sweep, configs, facts)
+    wider = arms(a={f"model.{field}": values[0]}, b={f"model.{field}": values[1], "model.d_ff": 40})
+    sweep = Sweep(wider, declared={"flops": "wider"})
+    with pytest.raises(UserError, match="arms differ in undeclared properties: parameters: a"):
+        guard.check(sweep, *configs_and_facts(sweep))
+    # Neither counts what a field has if the sweep does not vary the field.
+    fixed = Sweep(vary("model.d_ff", 32, 40), declared={"flops": "wider"})
+    equal = dataclasses.replace(facts[values[0]], own_parameters={f"model.{field}": 0})
+    more = dataclasses.replace(
+        equal, parameters=equal.parameters + 9, own_parameters={f"model.{field}": 9}
+    )
+    assert guard.undeclared(fixed, {"d_ff=32": equal, "d_ff=40": more})
 
 
 def test_same_experiment_under_two_names_raises():

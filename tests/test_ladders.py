@@ -12,7 +12,7 @@ from studies import experiment
 from transformer import Sweep, UserError, arms, ladder, vary
 from transformer.config import Experiment
 from transformer.config_io import change
-from transformer.lab import guard, report, report_scaling, results, verdict
+from transformer.lab import guard, report, report_scaling, results
 from transformer.lab.ladder import matrix_parameters
 from transformer.lab.multipliers import Estimate, fit_all
 from transformer.lab.report_scaling import read_points, section
@@ -151,11 +151,12 @@ def study(tmp_path) -> Path:
 
 def test_the_report_of_a_ladder_has_multipliers_and_predictions(study):
     assert load_study(study).sweep.ladder["peri-D"]["held_out"] is True
-    judged = verdict.derive_verdict(results.read([study]))
+    judged, more = report.judge([study], "", "", None)
     points, missing = read_points(judged.results)
     assert not missing and points["pre"].loss.shape == (12, 3)
     np.testing.assert_allclose(points["pre"].C, 7 * points["pre"].N * points["pre"].D)
-    page = report.write(judged, study / "report").read_text()
+    assert "times the compute of pre for equal loss" in judged.sentences[0]
+    page = report.write(judged, study / "report", more).read_text()
     text = (study / "report/report.md").read_text()
     assert "<h2>Scaling</h2>" in page and "held out" in text and "(extrapolated)" in text
     assert "peri needs 0." in text and "times the compute of pre for equal loss" in text
@@ -195,20 +196,19 @@ def test_unfinished_and_diverged_runs_are_named_and_left_out(study):
     points, missing = read_points(read)
     assert missing == {"peri-A, seed 1": "it is not finished", "pre-B, seed 0": "it diverged"}
     assert len(points["pre"].runs) == len(points["peri"].runs) == 11
-    assert any("peri-A, seed 1" in line for line in section(read).sentences)
+    assert any("peri-A, seed 1" in line for line in section(read).lines)
 
 
 def test_too_few_runs_leave_no_law_but_a_reason(study):
     for seed in (1, 2):
         for size in "ABC":
             (study / f"peri-{size}/seed-{seed}/metrics.jsonl").unlink()
-    text = " ".join(section(results.read([study])).sentences)
+    text = " ".join(section(results.read([study])).lines)
     assert "peri has no scaling law: 3 runs" in text and "needs" not in text.split("peri has")[1]
 
 
 def test_other_sweeps_have_no_section(study):
     tree = json.loads((study / "sweep.json").read_text())
     (study / "sweep.json").write_text(json.dumps(tree | {"ladder": {}}))
-    read = results.read([study])
-    assert not section(read).sentences
-    assert "Scaling" not in report.markdown(verdict.derive_verdict(read), section(read))
+    assert not section(results.read([study]))
+    assert report.judge([study], "", "", None)[1] == []

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from studies import configs_and_facts, experiment, write_run
 
-from transformer import Sweep, UserError, tuned, vary
+from transformer import Sweep, UserError, product, tuned, vary
 from transformer.cli import main
-from transformer.lab import tuning
+from transformer.lab import report, tuning
 from transformer.lab.parabola import Parabola
 from transformer.lab.study import Study, load_study
 from transformer.mapping import to_mapping
@@ -34,6 +34,7 @@ def finish(stage, loss_of):
                 "learning_rate", "warmup_steps", "b2")}  # fmt: skip
             losses = {"diverged": 4} if math.isinf(loss) else {"eval_losses": (9.0, loss)}
             fields["model__position"] = run.config.model.position
+            fields["model__d_ff"] = run.config.model.d_ff
             write_run(stage.folder, run.arm, run.config.seed, min(loss, 9.0), **losses, **fields)
 
 
@@ -116,6 +117,44 @@ def test_each_arm_is_compared_at_its_own_optimum(tmp_path):
     tuning_runs = load_study(tmp_path / "tuning").runs
     assert {run.config.seed for run in tuning_runs} == {2}
     assert {run.config.seed for run in tuned_stage.runs} == {0, 1}
+
+
+def test_report_compares_tuned_and_untuned_arms(tmp_path):
+    """At the settings of the file, rotary is better. With tuning, the arms are alike."""
+    study = make_study(tmp_path, tuned(RATE, 1e-3, 1.6e-2), seeds=3)
+    study.write()
+    noise = {0: 0.0, 1: 0.0005, 2: -0.0005}
+    at = bowl({"rotary": 1e-3, "alibi": 1.6e-2})
+    tilt = lambda c: 0.001 * (c.seed % 2) * (c.model.position == "alibi")
+    loss = lambda c: at(c) + noise.get(c.seed, 0.0) + tilt(c)
+    play(study, loss)
+    finish(study, loss)
+    verdict, (section,) = report.judge([tmp_path], "", "", None)
+    assert verdict.rows["alibi"].outcome == "undetected"
+    assert "alibi (worse without, undetected with tuning)" in section.lines[0]
+    optima, both = section.tables
+    assert optima[1][1].startswith("0.001 ") and optima[2][1].startswith("0.016")
+    assert both[2][0] == "alibi" and both[2][-1].startswith("-0.32")  # 4 doublings squared
+    page = report.write(verdict, tmp_path / "report", [section]).read_text()
+    assert "<h2>Tuning</h2>" in page and (tmp_path / "report/figures").glob("tuning_*.png")
+
+
+def test_report_states_how_an_optimum_depends_on_a_size(tmp_path):
+    """The best learning rate falls as 1 / d_ff, whatever the position scheme."""
+    grid = product(vary("model.position", "rotary", "alibi"), vary("model.d_ff", 32, 64, 128))
+    sweep = Sweep(
+        grid, tune=tuned(RATE, 1e-3, 1.6e-2), seeds=1,
+        declared={"parameters": "sizes vary", "flops": "sizes vary"},
+    )  # fmt: skip
+    study = Study(tmp_path, sweep, *configs_and_facts(sweep))
+    study.write()
+    x = lambda c: math.log2(c.optimizer.learning_rate * c.model.d_ff / (64 * 4e-3))
+    play(study, lambda config: 3.0 + 0.02 * x(config) ** 2)
+    _, (section,) = report.judge([tmp_path], "", "", None)
+    rows = section.tables[-1][1:]
+    assert [row[:3] for row in rows] == [["learning_rate", "model.d_ff", "rotary"],
+                                         ["learning_rate", "model.d_ff", "alibi"]]  # fmt: skip
+    assert all(row[3].startswith("-1.00") and row[4] == "0.008, 0.004, 0.002" for row in rows)
 
 
 def test_optimum_beyond_all_values_is_not_bracketed(tmp_path):

@@ -1,4 +1,6 @@
-"""Units and directions of metrics, by name."""
+"""Units, directions and bounds of metrics, by name."""
+
+import math
 
 from transformer.errors import UserError
 from transformer.evaluation.evaluators import EVALUATORS, Kind
@@ -29,6 +31,28 @@ OF_LABELS = {
     "perplexity": Kind("per label", False, False),
 }
 """The kinds that apply instead if no tokens are predicted, as by a classifier."""
+
+
+BOUNDS = {
+    **dict.fromkeys(
+        ("loss", "loss_with", "loss_by_position", "extrapolation", "extrapolation_sliding", "kl",
+         "perplexity", "bits_per_byte", "word_perplexity", "context", "entropy", "distance",
+         "gradient", "stream", "branch", "update"),
+        (0.0, math.inf),
+    ),
+    **dict.fromkeys(
+        ("accuracy", "agrees", "tokens", "exact", "sink", "previous", "induction"), (0.0, 1.0)
+    ),
+    **dict.fromkeys(("bleu", "bleu_one_reference", "bleu_by_length"), (0.0, 100.0)),
+    **dict.fromkeys(("chrf", "chrf_one_reference"), (0.0, 100.0)),
+}  # fmt: skip
+"""Part of a metric's name -> its least and greatest possible value."""
+
+
+def bounds(metric: str) -> tuple[float, float]:
+    """Returns the bounds of a metric, from the last known part of its name."""
+    parts = (BOUNDS[part] for part in reversed(metric.split("/")) if part in BOUNDS)
+    return next(parts, (-math.inf, math.inf))
 
 
 def kind(metric: str, predicts_tokens: bool = True) -> Kind | None:

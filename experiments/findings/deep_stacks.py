@@ -112,7 +112,7 @@ def sweep(scale="small"):
         product(vary("model.norm_placement", "post", "pre", "deepnorm", "peri"), arms(**depths)),
         question="Which norm placements still train when the stack is four times as deep?",
         declared={
-            "parameters": "deeper stacks are larger; placements differ in their number of norms",
+            "parameters": "deeper stacks are larger",
             "flops": "deeper stacks compute more",
         },
         seeds=3,

@@ -123,9 +123,5 @@ def sweep(scale="small"):
             arms(learned={"model.position": "learned", "train.evaluators": (WITHIN_ITS_TABLE,)}),
         ),
         question="Which position schemes work in sequences longer than those of training?",
-        declared={
-            "parameters": "a learned table has a vector per position, T5's bias a number per "
-            "bucket and head"
-        },
         seeds=3,
     )

@@ -109,6 +109,5 @@ def sweep(scale="small"):
             vary("optimizer.warmup_steps", warm=WARM_UP[scale], cold=0),
         ),
         question="Does post-norm need a warm-up where pre-norm needs none?",
-        declared={"parameters": "post-norm has no final norm"},
         seeds=5,
     )

@@ -47,7 +47,6 @@ def sweep():
         vary("model.norm_placement", "pre", "peri"),
         question="Does it continue?",
         seeds=1,
-        declared=dict(parameters="norms", flops="norms"),
     )
 """
 

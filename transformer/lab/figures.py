@@ -1,5 +1,6 @@
 """The figures of a report.
 
+A line whose gid is a text with {x} and {y} shows that text when the mouse is over its points.
 The colors are those of Okabe and Ito, which are safe for color-blind readers. Line styles and
 markers also distinguish arms in grayscale print. Figures fit a phone screen, and are identical as
 PNG, as PDF and in the page.
@@ -9,17 +10,21 @@ import itertools
 import math
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
+from transformer.lab.effects import short
+from transformer.lab.formatting import signed, spell_range
 from transformer.lab.profiles import Profile
-from transformer.lab.results import Arm
+from transformer.lab.results import Arm, Results
 from transformer.lab.statistics import Mean, mean
 from transformer.lab.verdict import Verdict
-from transformer.units import unit
+from transformer.output import human_count
+from transformer.units import bounds, unit
 
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 LINES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
@@ -28,6 +33,9 @@ WIDTH = 4.6
 """Width of a figure in inches."""
 
 Style = Mapping[str, dict]
+
+Drawings = dict[str, tuple[str, Figure]]
+"""Name of a figure -> its caption and the figure."""
 
 
 def styles(names: Sequence[str]) -> Style:
@@ -39,51 +47,112 @@ def styles(names: Sequence[str]) -> Style:
     }
 
 
-def draw(verdict: Verdict) -> dict[str, tuple[str, Figure]]:
-    """Returns name -> (caption, figure), for all figures that have data."""
-    results, style = verdict.results, styles(list(verdict.results.arms))
-    metric, pictures, shown = results.sweep.metric, {}, _lines(verdict)
-    subset = ""
-    if len(shown) < len(style):
-        best = f"the baseline and the {len(shown) - 1} best other arms, of {len(style)} in all"
-        subset = f" Shown: {best}; {{}} contains all arms."
+def caption_of(name: str, results: Results) -> str:
+    """Returns the name and unit of a metric for an axis."""
+    counts = unit(name, results.predicts_tokens)
+    return name.replace("/", " ") + (f" ({counts})" if counts else "")
 
-    def label(name: str) -> str:
-        counts = unit(name, results.predicts_tokens)
-        return name.replace("/", " ") + (f" ({counts})" if counts else "")
 
-    for field in dict.fromkeys(scan.field for scan in verdict.scans):
-        pictures[f"scan_{field}"] = (
-            f"{metric} against {field}: mean over finished seeds with its 95 % interval.",
-            _scan(verdict, field, label(metric)),
-        )
-    if any(row.value.count for row in verdict.rows.values()):
-        pictures["by_arm"] = (
-            f"{metric} of each seed (vertical marks), and the mean with its 95 % interval.",
-            _by_arm(verdict, style, label(metric)),
-        )
-    if any(row.to_baseline and row.to_baseline.mean.count > 1 for row in verdict.rows.values()):
+def answer(verdict: Verdict) -> Drawings:
+    """Returns the figures that show the verdict: differences from the baseline, and values."""
+    results, rows, pictures = verdict.results, verdict.rows, {}
+    if any(row.to_baseline and row.to_baseline.mean.count > 1 for row in rows.values()):
         caption = (
-            f"Difference from {results.sweep.baseline}, paired by seed: mean with its 95 % "
-            f"interval. Arms to the right of the line have a higher {metric}."
+            f"Difference from {results.sweep.baseline}, paired by seed: each seed (dots), and the "
+            "mean with its 95 % interval. Filled: a detectable difference."
         )
-        pictures["differences"] = (caption, _differences(verdict, style, label(metric)))
+        pictures["differences"] = (caption, _differences(verdict))
+    metric = results.sweep.metric
+    if values := {name: x for name, row in rows.items() if (x := row.arm.values(metric))}:
+        caption = f"{metric} by arm: {SEEDS}."
+        pictures["by_arm"] = (caption, _paired({metric: values}, verdict, ""))
+    return pictures
+
+
+SEEDS = "each seed (thin lines), and the mean with its 95 % interval"
+
+
+def interactions(verdict: Verdict) -> Drawings:
+    """Returns a figure for each pair of fields whose effects may depend on each other."""
+    pairs = [tuple(field for field, *_ in x.changes) for x in verdict.effects]
+    pictures = {}
+    for one, other in dict.fromkeys(pair for pair in pairs if len(pair) == 2):
+        lines: dict[str, dict[str, dict[int, float]]] = {}
+        for (a, c), values in verdict.cells.averages(one, other).items():
+            lines.setdefault(a, {})[c] = values
+        caption = (
+            f"Interaction of {short(one)} and {short(other)}: {SEEDS}. If lines are parallel, the "
+            f"effect of {short(one)} does not depend on {short(other)}."
+        )
+        name = f"interaction_{short(one)}_{short(other)}"
+        pictures[name] = (caption, _paired(lines, verdict, short(other)))
+    return pictures
+
+
+def scanned(verdict: Verdict) -> Drawings:
+    """Returns the figures of scanned fields."""
+    metric = verdict.results.sweep.metric
+    return {
+        f"scan_{field}": (
+            f"{metric} against {field}: mean over finished seeds with its 95 % interval.",
+            _scan(verdict, field, caption_of(metric, verdict.results)),
+        )
+        for field in dict.fromkeys(scan.field for scan in verdict.scans)
+    }
+
+
+def curves(verdict: Verdict) -> Drawings:
+    """Returns the figures of the validation loss against steps, tokens, FLOPs and time.
+
+    Tokens and FLOPs have none if they are the same multiple of the steps in all arms.
+    """
     axes = {
         "steps": ("training steps", lambda arm, step, tokens, seconds: step),
         "tokens": ("target tokens in training", lambda arm, step, tokens, seconds: tokens),
         "flops": ("training FLOPs", lambda arm, step, tokens, seconds: step * arm.flops_per_step),
         "time": ("training time in seconds", lambda arm, step, tokens, seconds: seconds),
     }
-    arms, y_label = {arm: results.arms[arm] for arm in shown}, label("validation/loss")
-    plotted = "mean over seeds with its 95 % interval."
+    results, style = verdict.results, styles(list(verdict.results.arms))
+    shown, pictures, same = _lines(verdict), {}, []
+    arms, y_label = (
+        {arm: results.arms[arm] for arm in shown},
+        caption_of("validation/loss", results),
+    )
     for name, (x_label, x_of) in axes.items():
-        if figure := _curves(arms, style, "eval/loss", x_label, y_label, x_of):
-            caption = f"Validation loss against {x_label}: {plotted}{subset.format('curves.csv')}"
-            pictures[f"loss_by_{name}"] = (caption, figure)
-    for profile in verdict.profiles:
-        caption = f"{profile.caption}: {plotted}{subset.format('profiles.csv')}"
-        pictures[profile.name] = (caption, _profile(profile, shown, style))
+        lines = [line for arm in arms if (line := _curve(arms[arm], "eval/loss", x_of))]
+        rates = [
+            x / step for line in lines for x, step in zip(line.xs, line.steps, strict=True) if step
+        ]
+        if not rates or not any(rates):
+            continue
+        if name in ("tokens", "flops") and max(rates) <= 1.01 * min(rates):
+            same.append(f"{human_count(rates[0])} {x_label}")
+            continue
+        caption = f"Validation loss against {x_label}: each seed (thin lines), and the mean."
+        pictures[f"loss_by_{name}"] = (
+            caption + _subset(verdict, "curves.csv"),
+            _curves(lines, style, x_label, y_label),
+        )
+    if same and "loss_by_steps" in pictures:
+        caption, figure = pictures["loss_by_steps"]
+        caption += f" A step is {' and '.join(same)} in every arm, so those curves are the same."
+        pictures["loss_by_steps"] = caption, figure
     return pictures
+
+
+def profile(verdict: Verdict, profile: Profile) -> Drawings:
+    """Returns the figure of a profile."""
+    results = verdict.results
+    caption = f"{profile.caption}: mean over seeds with its 95 % interval."
+    figure = _profile(profile, _lines(verdict), styles(list(results.arms)))
+    return {profile.name: (caption + _subset(verdict, "profiles.csv"), figure)}
+
+
+def _subset(verdict: Verdict, file: str) -> str:
+    """Returns a sentence on the arms that a figure leaves out."""
+    shown, arms = len(_lines(verdict)), len(verdict.rows)
+    best = f"the baseline and the {shown - 1} best other arms, of {arms} in all"
+    return f" Shown: {best}; {file} contains all arms." if shown < arms else ""
 
 
 MOST = 12
@@ -138,7 +207,7 @@ def _scan(verdict: Verdict, field: str, y_label: str) -> Figure:
 def _line(axes: Axes, xs: Sequence[float], means: Sequence[Mean], name: str, style: dict) -> None:
     """Plots means as a line and intervals as a band."""
     look = {"linewidth": 1.5, "markersize": 4.5, "markevery": max(1, len(xs) // 8)} | style
-    axes.plot(xs, [m.mean for m in means], label=name, **look)
+    axes.plot(xs, [m.mean for m in means], label=name, gid=f"{name}, {{x:g}}: {{y:.4g}}", **look)
     if all(math.isfinite(m.half) for m in means):
         low, high = [m.low for m in means], [m.high for m in means]
         axes.fill_between(xs, low, high, color=style["color"], alpha=0.15, linewidth=0)
@@ -166,77 +235,114 @@ def new_figure(height: float) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def _by_arm(verdict: Verdict, style: Style, label: str) -> Figure:
-    rows = {name: row for name, row in verdict.rows.items() if row.value.count}
-    figure, axes = new_figure(0.9 + 0.34 * len(rows))
-    for y, (name, row) in enumerate(rows.items()):
-        seeds = list(row.arm.values(verdict.results.sweep.metric).values())
-        ticks = {"linestyle": "", "marker": "|", "markersize": 10, "alpha": 0.7}
-        axes.plot(seeds, [y] * len(seeds), color=style[name]["color"], **ticks)
-        half = 0.0 if math.isnan(row.value.half) else row.value.half
-        axes.errorbar(row.value.mean, y, xerr=half, **_interval(style[name]))
-    _arms_down(axes, rows)
-    axes.set_xlabel(label)
-    return figure
-
-
-def _differences(verdict: Verdict, style: Style, label: str) -> Figure:
-    compared = {name: row.to_baseline for name, row in verdict.rows.items() if row.to_baseline}
-    compared = {name: versus for name, versus in compared.items() if versus.mean.count > 1}
-    figure, axes = new_figure(0.9 + 0.34 * len(compared))
+def _differences(verdict: Verdict) -> Figure:
+    """Plots the difference of each arm from the baseline."""
+    rows, sweep = verdict.rows, verdict.results.sweep
+    compared = {n: x for n, x in rows.items() if x.to_baseline and x.to_baseline.mean.count > 1}
+    figure, axes = new_figure(1.1 + 0.46 * len(compared))
     axes.axvline(0, color="black", linewidth=1)
-    for y, (name, versus) in enumerate(compared.items()):
-        look = _interval(style[name])
-        look["markerfacecolor"] = look["color"] if versus.is_detectable else "white"
-        axes.errorbar(versus.mean.mean, y, xerr=versus.mean.half, **look)
-    _arms_down(axes, compared)
-    axes.set_xlabel(f"difference in {label}\nfilled: detectable difference from the baseline")
+    labels, style = [], styles(list(rows))
+    for y, (name, row) in enumerate(compared.items()):
+        x, look = row.to_baseline.mean, {k: style[name][k] for k in ("color", "marker")}
+        for seed, value in row.differences.items():
+            dot = {"color": look["color"], "alpha": 0.7, "markersize": 3.5}
+            axes.plot(value, y + 0.2, "o", gid=f"{name}, seed {seed}: {{x:+.4g}}", **dot)
+        labels.append(f"{name}\n{signed(x.mean, x.half)} [{spell_range(x)}]")
+        look["markerfacecolor"] = look["color"] if row.to_baseline.is_detectable else "white"
+        drawn = axes.errorbar(x.mean, y, xerr=x.half, markersize=6.5, capsize=4, **look)
+        drawn.lines[0].set_gid(labels[-1])
+    axes.set_yticks(range(len(labels)), labels)
+    axes.set_ylim(len(labels) - 0.5, -0.5)
+    axes.grid(axis="y", visible=False)
+    sides = ("worse", "better") if sweep.higher_is_better else ("better", "worse")
+    metric = caption_of(sweep.metric, verdict.results)
+    axes.set_xlabel(
+        f"\u2190 {sides[0]}        {sides[1]} \u2192\n{metric}:\ndifference from {sweep.baseline}"
+    )
     return figure
 
 
-def _interval(style: dict) -> dict:
-    """Returns the look of a mean and its interval."""
-    return {"color": style["color"], "marker": style["marker"], "markersize": 6, "capsize": 4}
+def _paired(
+    lines: Mapping[str, Mapping[str, Mapping[int, float]]], verdict: Verdict, x_label: str
+) -> Figure:
+    """Plots line -> name on the x axis -> seed -> value. Thin lines join the values of a seed."""
+    results = verdict.results
+    metric, names = results.sweep.metric, list(next(iter(lines.values())))
+    figure, axes = new_figure(3.2)
+    for n, (line, style) in enumerate(styles(list(lines)).items()):
+        values = lines[line]
+        xs = np.arange(len(names)) + 0.06 * (n - (len(lines) - 1) / 2)
+        for seed in results.sweep.seeds:
+            ys = [values[name].get(seed, math.nan) for name in names]
+            look = {"color": style["color"], "linewidth": 0.7, "alpha": 0.5, "markersize": 3}
+            axes.plot(xs, ys, marker="o", gid=f"{line}, seed {seed}: {{y:.5g}}", **look)
+        means = [mean(list(values[name].values()), bounds(metric)) for name in names]
+        ends = [[m.mean - m.low for m in means], [m.high - m.mean for m in means]]
+        look = {"capsize": 4, "linewidth": 1.5, "markersize": 6, "label": line} | style
+        look |= {} if len(lines) > 1 else {"linestyle": ""}
+        axes.errorbar(xs, [m.mean for m in means], yerr=np.nan_to_num(ends), **look)
+    turned = {"rotation": 40, "ha": "right"} if sum(map(len, names)) > 48 else {}
+    axes.set_xticks(range(len(names)), names, **turned)
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(caption_of(metric, results))
+    axes.margins(x=0.15 if len(names) < 4 else 0.05)
+    if len(lines) > 1:
+        add_legend(figure, axes)
+    return figure
 
 
-def _arms_down(axes: Axes, names) -> None:
-    axes.set_yticks(range(len(names)), list(names))
-    axes.set_ylim(len(names) - 0.5, -0.5)
-    axes.grid(axis="y", visible=False)
+class Curve(NamedTuple):
+    """The curve of an arm: x, the steps, and the values of each run at all common steps."""
+
+    name: str
+    steps: Sequence[int]
+    xs: Sequence[float]
+    runs: Sequence[Sequence[float]]
 
 
-def _curves(
-    arms: Mapping[str, Arm], style: Style, metric: str, x_label: str, y_label: str, x_of: Callable
-) -> Figure | None:
-    """Plots the mean over seeds at each step that all runs of an arm have logged.
+def _curve(arm: Arm, metric: str, x_of: Callable) -> Curve | None:
+    """Returns the curve of an arm at each step that all its runs have logged.
 
     The x of a step is the mean over the runs, linearly interpolated between log lines.
     """
-    drawn = []
-    for name, arm in arms.items():
-        curves = [
-            (dict(ys), np.array(run.spent()))
-            for run in arm.runs.values()
-            if run.diverged is None and (ys := run.curve(metric))
-        ]
-        steps = sorted(set.intersection(*(set(ys) for ys, _ in curves))) if curves else []
-        x_at = lambda step, spent, arm=arm: x_of(
-            arm, step, *(np.interp(step, spent[:, 0], spent[:, n]) for n in (1, 2))
-        )
-        xs = [float(np.mean([x_at(step, spent) for _, spent in curves])) for step in steps]
-        if len(steps) > 1 and any(xs):
-            drawn.append((name, xs, [mean([ys[step] for ys, _ in curves]) for step in steps]))
-    if not drawn:
-        return None
+    logged = [
+        (dict(ys), np.array(run.spent()))
+        for run in arm.runs.values()
+        if run.diverged is None and (ys := run.curve(metric))
+    ]
+    steps = sorted(set.intersection(*(set(ys) for ys, _ in logged))) if logged else []
+    at = lambda step, spent: (np.interp(step, spent[:, 0], spent[:, n]) for n in (1, 2))
+    x_at = lambda step: np.mean([x_of(arm, step, *at(step, spent)) for _, spent in logged])
+    runs = [[ys[step] for step in steps] for ys, _ in logged]
+    return Curve(arm.name, steps, list(map(x_at, steps)), runs) if len(steps) > 1 else None
+
+
+def _curves(lines: Sequence[Curve], style: Style, x_label: str, y_label: str) -> Figure:
+    """Plots each run as a thin line and the mean over runs as a bold one.
+
+    Of long curves, the axes leave out the highest tenth, which is the beginning.
+    """
     figure, axes = new_figure(3.5)
-    for name, xs, means in drawn:
-        _line(axes, xs, means, name, style[name])
-    ends = sorted(m.mean for _, _, means in drawn for m in means)
-    low, high = ends[0], ends[min(len(ends) - 1, int(0.9 * len(ends)))]
-    axes.set_ylim(low - 0.05 * (high - low), high + 0.15 * (high - low))
+    means = {line.name: np.mean(line.runs, axis=0) for line in lines}
+    for line in lines:
+        for ys in line.runs if len(line.runs) > 1 else ():
+            axes.plot(line.xs, ys, color=style[line.name]["color"], linewidth=0.6, alpha=0.5)
+        look = {"linewidth": 1.8, "markersize": 4.5, "markevery": max(1, len(line.xs) // 8)}
+        text = f"{line.name} at {{x:,.4g}}: {{y:.4g}}"
+        axes.plot(line.xs, means[line.name], label=line.name, gid=text, **look | style[line.name])
+    ends = sorted(y for ys in means.values() for y in ys)
+    low = min(y for line in lines for ys in line.runs for y in ys)
+    longest = max(len(line.xs) for line in lines)
+    high = ends[int(0.9 * len(ends))] if longest > 10 else ends[-1]
+    inside = [
+        x for line in lines for x, y in zip(line.xs, means[line.name], strict=True) if y <= high
+    ]
+    axes.set_ylim(low - 0.05 * (high - low), high + 0.1 * (high - low))
+    axes.set_xlim(min(inside), max(inside))
+    axes.margins(x=0.02)
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
     add_legend(figure, axes)
-    if max(x for _, xs, _ in drawn for x in xs) >= 1000:
+    if max(inside) >= 1000:
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     return figure

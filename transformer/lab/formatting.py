@@ -25,10 +25,16 @@ def signed(x: float, half: float = math.nan) -> str:
 
 
 def spell(value: Mean) -> str:
-    """Formats `mean ± half-width of the 95 % interval`. The mean has about six digits at most."""
+    """Formats `mean ± half-width of the 95 % interval`. The mean has about six digits at most.
+
+    A clipped interval is not symmetric, and is shown as `mean [low, high]`.
+    """
     if value.count < 2:
         return f"{number(value.mean)} (one seed)" if value.count else "-"
     shown = max(value.half, abs(value.mean) / 10**4) if value.half else 0.0
+    if value.high - value.low < (2 - 1e-9) * value.half:
+        ends = ", ".join(number(x, shown) for x in (value.low, value.high))
+        return f"{number(value.mean, shown)} [{ends}]"
     return f"{number(value.mean, shown)} ± {number(value.half, shown)}"
 
 

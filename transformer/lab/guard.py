@@ -6,6 +6,7 @@ This module computes them from the built models and programs before any training
 must declare them.
 """
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -19,7 +20,7 @@ from transformer.config import Experiment, MeshConfig
 from transformer.errors import UserError
 from transformer.lab.built import twins
 from transformer.mapping import to_mapping
-from transformer.model.network import build_model
+from transformer.model.network import abstract_params, build_model
 from transformer.parallel.mesh import make_mesh, use
 from transformer.planning.model_flops import model_flops
 from transformer.planning.sample import batch_shapes
@@ -45,6 +46,8 @@ class Facts:
     tokenizer: tuple[str, ...]
     warmup: str
     tokens: int = 0  # input tokens per step, of encoder and decoder
+    # Field of SETS_PARAMETERS -> the number of parameters that the model has because of it.
+    own_parameters: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     @property
     def flops_per_step(self) -> float:
@@ -61,6 +64,10 @@ SET_BY = {
     "warmup": ("optimizer.warmup_steps", "optimizer.schedule"),
 }
 """Fact -> the fields that set it. If a sweep varies one of them, it need not declare the fact."""
+
+SETS_PARAMETERS = ("norm_placement", "position")
+"""The fields of the model with parameters of their own: norms and gates, tables and biases. If a
+sweep varies one, these need no declaration. They are those that the model lacks with "none"."""
 
 SIZES = ("parameters", "flops")
 """The facts that are matched by adjusting d_ff."""
@@ -85,11 +92,16 @@ def facts(config: Experiment) -> Facts:
     data = to_mapping(config.data)
     tokenizer = data.pop("tokenizer")
     vocabulary = {"vocab_size": config.model.vocab_size, "reserved": config.objective.reserved}
-    parameters = sum(math.prod(x.shape) for x in jax.tree.leaves(state.params))
+    size = lambda params: sum(math.prod(x.shape) for x in jax.tree.leaves(params))
+    parameters, own = size(state.params), {}
+    for field in SETS_PARAMETERS:
+        with contextlib.suppress(UserError):  # a model that needs the field has none of its own
+            without = dataclasses.replace(config.model, **{field: "none"})
+            own[f"model.{field}"] = parameters - size(abstract_params(without))
     flops = model_flops(config, batch, state.params) / tokens
     attention, text = " + ".join(backends) or "none", _settings(data)
     pieces = _settings(tokenizer | vocabulary)
-    return Facts(parameters, flops, attention, text, pieces, warmup(config), tokens)
+    return Facts(parameters, flops, attention, text, pieces, warmup(config), tokens, own)
 
 
 def warmup(config: Experiment) -> str:
@@ -99,17 +111,20 @@ def warmup(config: Experiment) -> str:
 
 def allowed_facts(sweep: Sweep) -> set[str]:
     """Returns the facts in which arms may differ: declared ones, and those set by varied fields."""
-    within = lambda field, prefix: field == prefix or field.startswith(prefix + ".")
-    varies = lambda prefix: any(within(field, prefix) for field in sweep.fields)
+    varies = functools.partial(_varies, sweep)
     set_by_varied = {name for name, fields in SET_BY.items() if any(map(varies, fields))}
     return set_by_varied | set(sweep.declared)
+
+
+def _varies(sweep: Sweep, prefix: str) -> bool:
+    return any(field == prefix or field.startswith(prefix + ".") for field in sweep.fields)
 
 
 def undeclared(sweep: Sweep, facts: Mapping[str, Facts]) -> list[str]:
     """Returns a line for each fact in which arms differ although the sweep does not allow it."""
     lines, base = [], {arm: facts[sweep.reference(arm)] for arm in facts}
     for name in [name for name in SET_BY if name not in allowed_facts(sweep)]:
-        different = [x for x in facts if not _same(name, facts[x], base[x], sweep.match)]
+        different = [x for x in facts if not _same(name, facts[x], base[x], sweep)]
         if different:
             arm, fact = different[0], facts[different[0]]
             more = f", and {len(different) - 1} more" if len(different) > 1 else ""
@@ -173,9 +188,14 @@ def _check_twins(sweep: Sweep, configs: Configs, facts: Mapping[str, Facts]) -> 
             raise UserError(f"sweep: controls: {arm!r} matches no other arm; remove it")
 
 
-def _same(name: str, arm_facts: Facts, base: Facts, match: str) -> bool:
+def _same(name: str, arm_facts: Facts, base: Facts, sweep: Sweep) -> bool:
     a, b = getattr(arm_facts, name), getattr(base, name)
-    return abs(a - b) <= CLOSE * b if name in SIZES and match in SIZES else a == b
+    if name in SIZES and sweep.match in SIZES and abs(a - b) <= CLOSE * b:
+        return True
+    if name == "parameters":
+        own = lambda x: sum(n for field, n in x.own_parameters.items() if _varies(sweep, field))
+        a, b = a - own(arm_facts), b - own(base)
+    return a == b
 
 
 def _spell(name: str, arm_facts: Facts, other: Facts) -> str:

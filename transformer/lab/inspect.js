@@ -22,10 +22,11 @@ document.querySelectorAll('section.map').forEach(section => {
     now = [l, n];
     const press = b => b.setAttribute('aria-pressed', b.dataset.at == `${l},${n}`);
     grid.querySelectorAll('button').forEach(press);
-    const cell = Math.max(9, Math.min(26, Math.floor(640 / Math.max(S, T))));
     const ratio = devicePixelRatio || 1;
     const longest = pieces => Math.min(12, Math.max(...pieces.map(p => p.length))) * 7 + 12;
     const left = longest(map.queries), top = longest(map.keys) * .87;
+    const room = Math.min(640 / T, 640 / S, (section.clientWidth - left - 60) / S);  // fits a phone
+    const cell = Math.max(5, Math.min(26, Math.floor(room)));
     large.width = (left + S * cell + 60) * ratio; large.height = (top + T * cell + 4) * ratio;
     large.style.width = large.width / ratio + 'px';
     large.style.height = large.height / ratio + 'px';
@@ -68,4 +69,5 @@ document.querySelectorAll('section.map').forEach(section => {
     }
   }
   enlarge(...now);
+  addEventListener('resize', () => enlarge(...now));
 });

@@ -11,7 +11,7 @@ import numpy as np
 from transformer.evaluation.inside import SELF_ATTENTION_ONLY
 from transformer.lab.figures import new_figure, styles
 from transformer.lab.inspection import Map, View
-from transformer.lab.report import STYLE, document, image, png
+from transformer.lab.page import STYLE, document, figure_html
 from transformer.output import count
 
 INSIDE = Path(__file__).with_name("inspect.css").read_text()
@@ -61,8 +61,7 @@ def page(view: View, title: str, about: Sequence[str]) -> str:
         parts += [f"<h2>Attention weights: {name}</h2>", _map(attention)]
         parts += ["<div class=numbers>", *_numbers(attention), "</div>"]
     parts += ["<h2>By depth</h2><div class=figures>", *_profiles(view), "</div>"]
-    parts += [f"<script>\n{SCRIPT}</script>"]
-    return document(title, f"{STYLE}\n{INSIDE}", parts)
+    return document(title, f"{STYLE}\n{INSIDE}", parts, SCRIPT)
 
 
 def _blue(share: float) -> str:
@@ -170,5 +169,5 @@ def _profiles(view: View) -> list[str]:
         axes.set_xticks(layers)
         axes.set_ylim(bottom=0)
         axes.legend(frameon=False, fontsize=8)
-        parts.append(f"<figure>{image(f'{label} by layer', png(figure))}</figure>")
+        parts.append(figure_html(figure, f"{label} by layer"))
     return parts

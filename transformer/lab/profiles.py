@@ -11,6 +11,7 @@ from transformer.evaluation.evaluators import EVALUATORS
 from transformer.evaluation.measure import measures
 from transformer.lab.results import Arm, Results, RunResult
 from transformer.lab.statistics import Mean, mean
+from transformer.units import bounds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,6 +24,7 @@ class Profile:
     y_label: str
     log: str  # the axes with a logarithmic scale: "x", "y", "xy", ""
     lines: Mapping[str, Mapping[int, Mean]]  # arm -> place -> mean over seeds
+    evaluator: str  # its registered name
 
     @property
     def places(self) -> list[int]:
@@ -111,7 +113,9 @@ def profiles(results: Results) -> list[Profile]:
         }
         coverage = measured_text(results, pattern)
         caption += f" ({coverage})" if coverage else ""
-        profile = Profile(name, caption, x_label, y_label, log, lines)
+        found = (measures(run.config.train.evaluators, pattern) for run in results.runs)
+        evaluator = next((x.name for x in found if x), pattern.split("/")[1])
+        profile = Profile(name, caption, x_label, y_label, log, lines, evaluator)
         values = [value for line in lines.values() for value in line.values()]
         if len(profile.places) > 1 and any(x.mean > 0 or "y" not in log for x in values):
             result.append(profile)
@@ -120,9 +124,9 @@ def profiles(results: Results) -> list[Profile]:
 
 def measured_text(results: Results, metric: str) -> str:
     """Returns the part of the text that a metric is measured on in these runs; "" means all."""
-    for config in [run.config for run in results.runs]:
-        if kind := measures(config.train.evaluators, metric):
-            return kind.measured_text(config)
+    for run in results.runs:
+        if evaluator := measures(run.config.train.evaluators, metric):
+            return evaluator.measured_text(run.config)
     return ""
 
 
@@ -140,7 +144,10 @@ def _line(arm: Arm, pattern: re.Pattern, when: str) -> dict[int, Mean]:
             places.setdefault(int(match.group(1)), []).append(key)
     mean_of = lambda run, keys: float(np.mean([value_of(run, key) for key in keys]))
     line = {
-        place: mean([x for run in runs if math.isfinite(x := mean_of(run, places[place]))])
+        place: mean(
+            [x for run in runs if math.isfinite(x := mean_of(run, places[place]))],
+            bounds(places[place][0]),
+        )
         for place in sorted(places)
     }
     return {place: value for place, value in line.items() if value.count}

@@ -82,8 +82,8 @@ def _reads(run: RunResult) -> tuple:
 
 
 def provenance(results: Results) -> list[tuple[str, str]]:
-    """Returns (name, value) pairs: file, code, versions, devices, test text and tokenizer."""
-    runs, study = results.runs, _study(results)
+    """Returns a table of file, code, versions, devices, test text and tokenizer."""
+    runs, study = results.runs, study_of(results)
     recorded = lambda key: sorted({str(run.manifest.get(key, "")) for run in runs} - {""})
     joined = lambda texts: ", ".join(sorted(texts))
     pairs = []
@@ -99,6 +99,7 @@ def provenance(results: Results) -> list[tuple[str, str]]:
     digest = str(test.get("sha256", "?"))[:16]
     tokenizers = {str(_of_data(run).get("tokenizer_sha256", "?"))[:16] for run in runs}
     return [
+        ("", ""),
         *pairs,
         ("code", f"{code}; commit {commits}"),
         ("versions", f"Python {', '.join(recorded('python'))}; {packages}"),
@@ -112,7 +113,7 @@ def reproduction_commands(results: Results) -> str:
     """Returns the commands that reproduce the report."""
     where = " ".join(map(str, results.folders))
     compare = ["python", "-m", "transformer", "compare", *map(str, results.folders)]
-    sweep = (study := _study(results)) and study.sweep
+    sweep = (study := study_of(results)) and study.sweep
     if not sweep or sweep.metric != results.sweep.metric:
         compare.append(f"--metric={results.sweep.metric}")
     if not sweep or sweep.baseline != results.sweep.baseline:
@@ -128,6 +129,7 @@ def reproduction_commands(results: Results) -> str:
     return f"{shlex.join(command)}\n{shlex.join(compare)}"
 
 
-def _study(results: Results) -> Study | None:
+def study_of(results: Results) -> Study | None:
+    """Returns the study of a sweep; None for runs that are not of one."""
     is_sweep = len(results.folders) == 1 and (results.folders[0] / "sweep.json").exists()
     return load_study(results.folders[0]) if is_sweep else None

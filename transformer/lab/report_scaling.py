@@ -1,9 +1,7 @@
 """The section "Scaling" of a report on a ladder: laws, compute multipliers and predictions."""
 
-import dataclasses
-import html
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -12,6 +10,7 @@ from transformer.lab.figures import new_figure, styles
 from transformer.lab.laws import fit_huber, isoflop
 from transformer.lab.likelihood import profile
 from transformer.lab.multipliers import Estimate, Points, Scaling, fit_all, ranking
+from transformer.lab.page import Section
 from transformer.lab.results import Results
 
 NOTE = (
@@ -28,36 +27,10 @@ CAPTION = (
 Table = list[list[str]]
 
 
-@dataclasses.dataclass(frozen=True)
-class Section:
-    """Sentences, tables, name -> (caption, figure), and name -> rows of a CSV file."""
-
-    sentences: Sequence[str] = ()
-    tables: Sequence[Table] = ()
-    figures: Mapping[str, tuple[str, Figure]] = dataclasses.field(default_factory=dict)
-    csv: Mapping[str, list] = dataclasses.field(default_factory=dict)
-
-    def markdown(self, rows: Callable[[Table], list[str]]) -> list[str]:
-        """Returns lines. `rows` formats a table."""
-        lines = ["## Scaling", "", *(f"- {line}" for line in self.sentences), ""]
-        lines += [line for x in self.tables for line in (*rows(x), "")]
-        return [*lines, NOTE, ""] if self.csv else []
-
-    def html(self, table: Callable[[Table], str]) -> list[str]:
-        """Returns elements. `table` formats a table."""
-        items = "".join(f"<li>{html.escape(line)}</li>" for line in self.sentences)
-        parts = ["<h2>Scaling</h2>", f"<ul>{items}</ul>", *map(table, self.tables)]
-        return [*parts, f"<p class=note>{html.escape(NOTE)}</p>"] if self.csv else []
-
-
-NONE = Section()
-"""The section of a sweep that is no ladder."""
-
-
 def section(results: Results) -> Section:
-    """Returns the section on a ladder, or NONE for other sweeps."""
+    """Returns the section on a ladder, which is empty for other sweeps."""
     if not (rungs := results.sweep.ladder):
-        return NONE
+        return Section("")
     points, missing = read_points(results)
     held = {rung["size"] for rung in rungs.values() if rung["held_out"]}
     inside = lambda x: x.rows([run for run in x.runs if run[0] not in held])
@@ -86,7 +59,7 @@ def section(results: Results) -> Section:
         columns = np.stack([x.N, x.D, x.C, x.loss], -1).tolist()
         rows += [[name, *run, *y] for run, ys in zip(x.runs, columns, strict=True) for y in ys]
     figures = {"scaling": (CAPTION, _figure(points, scaling, held))} if points else {}
-    return Section(sentences, tables, figures, {"scaling": rows})
+    return Section("Scaling", sentences, figures, tables, NOTE, csv={"scaling": rows})
 
 
 def read_points(results: Results) -> tuple[dict[str, Points], dict[str, str]]:

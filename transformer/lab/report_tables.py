@@ -4,6 +4,7 @@ import math
 import operator
 import re
 
+from transformer.lab import effects
 from transformer.lab.formatting import p_value, signed, spell
 from transformer.lab.profiles import Profile, measured_text
 from transformer.lab.results import Results
@@ -12,11 +13,7 @@ from transformer.lab.statistics import mean
 from transformer.lab.verdict import Verdict, validated
 from transformer.output import human_count, human_tokens
 from transformer.parallel.sharding import format_bytes
-
-
-def of_results(verdict: Verdict) -> list[list[list[str]]]:
-    """Returns the tables of results: the primary metric, costs and, if there are any, others."""
-    return list(filter(None, (outcome(verdict), cost(verdict), measured(verdict))))
+from transformer.units import bounds
 
 
 def outcome(verdict: Verdict) -> list[list[str]]:
@@ -38,27 +35,35 @@ def outcome(verdict: Verdict) -> list[list[str]]:
         if versus is not None and versus.mean.count < row.value.count:
             seeds += f" ({versus.mean.count} paired)"
         diverged = f"{len(arm.diverged)} of {len(arm.runs)}" if arm.diverged else "-"
-        label = name + (" *" if row.among_best else "")
-        rows.append([label, spell(row.value), *difference, seeds, diverged, reaches])
+        rows.append([name, spell(row.value), *difference, row.outcome, seeds, diverged, reaches])
     value = f"{sweep.metric} (mean ± 95 % interval)"
     difference = [f"difference from {sweep.baseline}", "95 % interval", "p"]
     reaches = f"reaches the baseline's final {validated(verdict.results)} after"
-    return [["arm", value, *difference, "seeds", "diverged", reaches], *rows]
+    return [["arm", value, *difference, "verdict", "seeds", "diverged", reaches], *rows]
 
 
-def cost(verdict: Verdict) -> list[list[str]]:
+def cost(verdict: Verdict, with_speed: bool) -> list[list[str]]:
     """Returns the table of costs by arm."""
-    rows = [["arm", "parameters", "FLOPs per token", "tokens/s", "peak memory", "attention"]]
-    for name, row in verdict.rows.items():
+    speeds, rows = speed(verdict), []
+    for (name, row), (_, tokens) in zip(verdict.rows.items(), speeds[1:], strict=True):
         arm = row.arm
-        together = {run.together for run in arm.runs.values()}
-        mark = f" ({' or '.join(map(str, sorted(together)))} together)" if together - {1} else ""
         used = [run.manifest.get("attention_backends", {}) for run in arm.runs.values()]
         attention = " + ".join(sorted(set().union(*used))) or "-"
-        or_dash = lambda x, text, suffix="": "-" if not x or math.isnan(x) else text(x) + suffix
+        or_dash = lambda x, text: "-" if not x or math.isnan(x) else text(x)
         sizes = [or_dash(arm.parameters, "{:,}".format), or_dash(arm.flops, human_count)]
-        speed = or_dash(row.tokens_per_second, human_tokens, mark)
-        rows.append([name, *sizes, speed, or_dash(row.memory, format_bytes, mark), attention])
+        memory = or_dash(row.memory, format_bytes)
+        rows.append([name, *sizes, *([tokens] * with_speed), memory, attention])
+    head = ["arm", "parameters", "FLOPs per token", *([speeds[0][1]] * with_speed)]
+    return [[*head, "peak memory", "attention"], *rows]
+
+
+def speed(verdict: Verdict) -> list[list[str]]:
+    """Returns the table of speeds by arm."""
+    rows = [["arm", "tokens/s"]]
+    for name, arm in verdict.results.arms.items():
+        together = sorted({run.together for run in arm.runs.values()} - {1})
+        note = f" ({' or '.join(map(str, together))} together)" if together else ""
+        rows.append([name, "-" if math.isnan(arm.speed) else human_tokens(arm.speed) + note])
     return rows
 
 
@@ -72,7 +77,7 @@ def measured(verdict: Verdict) -> list[list[str]]:
     for metric in names:
         part = measured_text(verdict.results, metric)
         head.append(f"{metric} ({part})" if part else metric)
-    spelled = lambda arm, metric: spell(mean(list(arm.values(metric).values())))
+    spelled = lambda arm, metric: spell(mean(list(arm.values(metric).values()), bounds(metric)))
     rows = [[name, *(spelled(arm, metric) for metric in names)] for name, arm in arms.items()]
     return [head, *rows] if names else []
 
@@ -95,8 +100,8 @@ def of_arms(results: Results) -> list[list[str]]:
     return rows
 
 
-def scanned(verdict: Verdict) -> list[list[str]]:
-    """Returns the table of scans."""
+def scanned(verdict: Verdict) -> list[list[list[str]]]:
+    """Returns the table of scans, or nothing if there are none."""
     best = f"{verdict.results.sweep.metric} at the best value"
     ranges = [f"range within {CLOSE:.0%} of the best", "range without failed seeds"]
     rows = [["field", "arms", "scanned range", "best value", best, *ranges, "sensitivity"]]
@@ -107,7 +112,7 @@ def scanned(verdict: Verdict) -> list[list[str]]:
         around = [spell_range(scan.close), spell_range(scan.stable)]
         sensitivity = "-" if math.isnan(scan.sensitivity) else f"{scan.sensitivity:.3f}"
         rows.append([scan.field, scan.setting or "all", whole, *best, *around, sensitivity])
-    return rows
+    return [rows] if verdict.scans else []
 
 
 PLACES = 9
@@ -134,14 +139,21 @@ SCANNED = (
 )
 
 
+LOGIC = (
+    "The verdict compares each arm with the baseline, paired by seed, and with no other arm. A "
+    "difference is detectable if its 95 % t interval excludes zero and the p value of a paired "
+    "t-test, Holm-corrected for the number of arms, is below 0.05. Effects of fields and their "
+    "interactions are tested likewise, and corrected together."
+)
+
 NOTE = (
-    "* marks the best arm, and arms with no detectable difference from it. Means are over seeds, "
-    "with 95 % t intervals. Differences are paired by seed and tested with a paired t-test; p "
-    "values are Holm-corrected for the number of comparisons. The best arm is chosen from the same "
-    "data, so comparisons with it have a false-positive rate of 6 to 10 % instead of 5 %. "
-    "Intervals are not corrected, so an interval may exclude zero although the corrected p is 0.05 "
-    "or more. Speed is per run and memory per process, on the devices below; (n together): n runs "
-    "were trained as one program and shared the devices."
+    "Means are over seeds, with 95 % t intervals, which end at the bounds of the metric. Intervals "
+    "are not corrected, so one may exclude zero although the corrected p is 0.05 or more."
+)
+
+COST = (
+    "Memory is the peak of a process, on the devices below; runs that were trained as one program "
+    "share it. Speed (tokens/s) compares arms only if all were measured under equal conditions."
 )
 
 
@@ -157,6 +169,8 @@ def as_csv(verdict: Verdict) -> dict[str, list[list]]:
         for key in ("train/loss", "eval/loss"):
             curves += [[name, seed, step, key, value] for step, value in run.curve(key)]
     result = {"summary": _summary(verdict), "runs": last, "curves": curves}
+    if verdict.effects:
+        result["effects"] = effects.as_csv(verdict.effects)
     if verdict.profiles:
         result["profiles"] = [["profile", "arm", "place", "mean", "low", "high", "seeds"]]
     for profile in verdict.profiles:

@@ -10,18 +10,21 @@ from matplotlib.figure import Figure
 
 from transformer.lab.figures import Style, add_legend, new_figure, styles
 from transformer.lab.formatting import number, signed, spell, spell_range
+from transformer.lab.page import Section
 from transformer.lab.statistics import Difference, difference, slope_interval
 from transformer.lab.tuning import METRIC, Curve, runs_per_arm, tuning_seeds
 from transformer.lab.verdict import Verdict
+from transformer.sweeps import Sweep
 
 
 @dataclasses.dataclass(frozen=True)
 class Tuning:
     """A tuned sweep: its curves, and both comparisons. The tuned one is that of the report."""
 
-    curves: tuple[Curve, ...]
+    sweep: Sweep
+    curves: Sequence[Curve]
     tuned: Verdict
-    untuned: Verdict
+    untuned: Verdict | None  # None before its runs have started
 
     @property
     def numbers(self) -> list[str]:
@@ -37,13 +40,20 @@ class Tuning:
     @property
     def sentences(self) -> list[str]:
         """What tuning changes, and which optima are uncertain."""
-        best = [_best(verdict) for verdict in (self.untuned, self.tuned)]
         lines = []
-        if all(best):
+        if self.untuned is not None:
+            outcomes = lambda verdict: {arm: row.outcome for arm, row in verdict.rows.items()}
+            before, after = map(outcomes, (self.untuned, self.tuned))
+            changed = [
+                f"{arm} ({before[arm]} without, {after[arm]} with tuning)"
+                for arm in after
+                if before[arm] != after[arm]
+            ]
+            base = self.tuned.results.sweep.baseline
             lines.append(
-                f"Without tuning, {best[0]} has the best mean; tuned, {best[1]} has."
-                if best[0] != best[1]
-                else f"{best[0]} has the best mean with and without tuning."
+                f"Tuning changes the comparison with {base} for {', '.join(changed)}."
+                if changed
+                else f"Tuning does not change which arms differ detectably from {base}."
             )
         for curve in self.curves:
             if not curve.bracketed:
@@ -54,13 +64,17 @@ class Tuning:
                 )
         return lines
 
+    def section(self) -> Section:
+        """Returns the section of the report."""
+        tables = [self.optima(), *([self.both()] if self.untuned else ()), *self.shifts()]
+        return Section("Tuning", self.sentences, self.draw(), tables, self.note)
+
     def optima(self) -> list[list[str]]:
         """Returns a table of the optima, with a row for each arm."""
         head = [f"{name}: optimum [95 %], cost of a factor of 2" for name in self.numbers]
-        rows: dict[str, list[str]] = {}
-        for curve in self.curves:
-            rows.setdefault(curve.arm, [curve.arm]).append(_optimum(curve))
-        return [["arm", *head], *rows.values()]
+        of = {(curve.arm, curve.number.name): _optimum(curve) for curve in self.curves}
+        rows = [[arm, *(of.get((arm, x), "-") for x in self.numbers)] for arm in self.tuned.rows]
+        return [["arm", *head], *rows]
 
     def both(self) -> list[list[str]]:
         """Returns a table of the results at the settings of the file and tuned."""
@@ -76,8 +90,8 @@ class Tuning:
             rows.append([*cells, _difference(self.gain(arm))])
         return [head, *rows]
 
-    def shifts(self) -> list[list[str]]:
-        """Returns a table of slopes of log2(optimum) against log2 of a varied size, with intervals.
+    def shifts(self) -> list[list[list[str]]]:
+        """Returns a table of slopes of log2(optimum) against log2(size), if a size varies.
 
         It has a row for each tuned number, varied size and setting of the other fields, with three
         sizes or more.
@@ -100,7 +114,7 @@ class Tuning:
                     optima = ", ".join(f"{curve.optimum:g}" for curve in by_size.values())
                     slope = f"{(low + high) / 2:+.2f} [{low:+.2f}, {high:+.2f}]"
                     rows.append([name, field, setting, slope, optima])
-        return [head, *rows] if rows else []
+        return [[head, *rows]] if rows else []
 
     def _follows(self, other: str, field: str) -> bool:
         """Returns whether the value of `field` determines that of `other`, as d_model does d_ff."""
@@ -111,8 +125,7 @@ class Tuning:
     @property
     def note(self) -> str:
         """How the numbers were tuned."""
-        sweep = self.untuned.results.sweep
-        runs, seeds = runs_per_arm(sweep), tuning_seeds(sweep)
+        runs, seeds = runs_per_arm(self.sweep), tuning_seeds(self.sweep)
         more = "" if len(self.numbers) == 1 else " The numbers are tuned one after another."
         return (
             f"Each arm is tuned by {METRIC} with up to {runs} runs (seeds "
@@ -133,13 +146,6 @@ class Tuning:
             curves = [curve for curve in self.curves if curve.number.name == name]
             pictures[f"tuning_{name}"] = (caption, _draw(curves, styles(list(self.tuned.rows))))
         return pictures
-
-
-def _best(verdict: Verdict) -> str:
-    """Returns the arm with the best mean, or "" if no run is finished."""
-    sign = -1 if verdict.results.sweep.higher_is_better else 1
-    finished = {arm: sign * row.value.mean for arm, row in verdict.rows.items() if row.value.count}
-    return min(finished, key=finished.get, default="")
 
 
 def _optimum(curve: Curve) -> str:

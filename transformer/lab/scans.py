@@ -14,6 +14,7 @@ import numpy as np
 
 from transformer.lab.results import Arm, Results, uniform_loss
 from transformer.lab.statistics import Mean, mean
+from transformer.units import bounds
 
 LEAST = 3
 """Minimum number of values in a scan."""
@@ -60,7 +61,7 @@ def scans(results: Results) -> list[Scan]:
 def _scan(results: Results, field: str, setting: str, arms: Mapping[float, Arm]) -> Scan | None:
     metric, sign = results.sweep.metric, -1.0 if results.sweep.higher_is_better else 1.0
     arms = dict(sorted(arms.items()))
-    points = {x: mean(list(arm.values(metric).values())) for x, arm in arms.items()}
+    points = {x: mean(list(arm.values(metric).values()), bounds(metric)) for x, arm in arms.items()}
     finished = {x: point for x, point in points.items() if point.count}
     if not finished:
         return None

@@ -30,8 +30,8 @@ class Mean:
 
     @property
     def half(self) -> float:
-        """Half the width of the interval."""
-        return (self.high - self.low) / 2
+        """Half the width of the interval, before it was clipped at a bound of the metric."""
+        return max(self.high - self.mean, self.mean - self.low)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,8 +52,8 @@ class Difference:
         return self.p < 1 - LEVEL and not self.mean.low <= 0 <= self.mean.high
 
 
-def mean(values: Sequence[float]) -> Mean:
-    """Returns the mean and its 95 % interval, mean ± t s / sqrt(n)."""
+def mean(values: Sequence[float], bounds: tuple[float, float] = (-math.inf, math.inf)) -> Mean:
+    """Returns the mean and its 95 % interval, mean ± t s / sqrt(n), clipped at the bounds."""
     x = np.asarray(values, np.float64)
     if not len(x):
         return Mean(math.nan, math.nan, math.nan, 0)
@@ -61,7 +61,7 @@ def mean(values: Sequence[float]) -> Mean:
     if len(x) == 1:
         return Mean(center, math.nan, math.nan, 1)
     half = float(stats.t.ppf((1 + LEVEL) / 2, len(x) - 1) * x.std(ddof=1) / math.sqrt(len(x)))
-    return Mean(center, center - half, center + half, len(x))
+    return Mean(center, max(center - half, bounds[0]), min(center + half, bounds[1]), len(x))
 
 
 def difference(arm: dict[int, float], baseline: dict[int, float]) -> Difference:

@@ -1,18 +1,26 @@
-"""Derives a verdict from results: statistics by arm, and sentences that the intervals support."""
+"""Derives a verdict from results: statistics by arm, and sentences that the intervals support.
+
+Its logic: each arm is compared with the baseline, seed by seed, and with no other arm. It differs
+detectably if the 95 % interval of its difference excludes zero and the p value of a paired t-test,
+corrected for the number of arms, is below 0.05. The effects of a grid's fields are tested likewise
+(lab/effects.py).
+"""
 
 import dataclasses
 import itertools
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
+from transformer.lab import effects
+from transformer.lab.effects import Cells, Effect
 from transformer.lab.formatting import number, p_value, signed, spell, spell_range
 from transformer.lab.profiles import Profile, profiles
 from transformer.lab.results import Arm, Results
 from transformer.lab.scans import CLOSE, Scan, scans
 from transformer.lab.statistics import Difference, Mean, corrected, difference, mean
-from transformer.units import unit
+from transformer.units import bounds, unit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,9 +30,9 @@ class Row:
     arm: Arm
     value: Mean  # of the metric, over finished seeds
     to_baseline: Difference | None  # arm - baseline; None for the baseline
-    among_best: bool  # the best, or no detectable difference from it
+    differences: Mapping[int, float]  # the same for each seed
+    outcome: str  # baseline, better, worse, undetected or untested
     reaches: "Reaches"
-    tokens_per_second: float
     memory: float  # peak bytes of the process or the device
 
 
@@ -42,57 +50,61 @@ class Reaches:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """The conclusions from results."""
+    """The conclusions from results. The first sentence is the verdict; the others support it."""
 
     results: Results
     rows: Mapping[str, Row]
-    # field -> "b - a" -> effect, averaged over all settings of the other fields
-    factors: Mapping[str, Mapping[str, Difference]]
+    cells: Cells
+    effects: tuple[Effect, ...]  # of the fields of a grid, and their interactions
     scans: tuple[Scan, ...]
     profiles: tuple[Profile, ...]
     sentences: tuple[str, ...]
 
+    @property
+    def by_evaluator(self) -> dict[str, list[Profile]]:
+        """The profiles of each evaluator."""
+        names = dict.fromkeys(x.evaluator for x in self.profiles)
+        return {name: [x for x in self.profiles if x.evaluator == name] for name in names}
+
 
 def derive_verdict(results: Results) -> Verdict:
-    """Computes means, differences from baseline and best arm (paired, corrected), and sentences."""
+    """Computes means, differences from the baseline, effects, and the sentences on them."""
     sweep, arms = results.sweep, results.arms
     base, sign = arms[sweep.baseline], -1.0 if sweep.higher_is_better else 1.0
     values = {name: arm.values(sweep.metric) for name, arm in arms.items()}
-    versus = lambda other, names: corrected(
-        {name: difference(values[name], values[other]) for name in names if name != other}
+    to_base = corrected(
+        {name: difference(values[name], values[base.name]) for name in arms if name != base.name}
     )
-    to_base = versus(base.name, arms)
-    means = {name: mean(list(x.values())) for name, x in values.items()}
-    finished = {name: sign * means[name].mean for name in arms if values[name]}
-    most_seeds = max(map(len, values.values()), default=0)
-    # An arm with missing seeds may be missing the hardest one, so it cannot be the best.
-    complete = [name for name in finished if len(values[name]) == most_seeds]
-    best = min(complete, key=finished.get, default="")
-    to_best = versus(best, finished)
-    # The pair of baseline and best gets the same corrected p value in both comparisons.
-    if best == base.name:
-        to_best |= to_base
-    elif base.name in to_best:
-        to_best[base.name] = to_base[best]
-    any_p = any(not math.isnan(comparison.p) for comparison in to_best.values())
     rows, progress = {}, validated(results)
     for name, arm in arms.items():
-        among_best = any_p and (name == best or (name in to_best and _alike(to_best[name])))
+        versus, common = to_base.get(name), values[name].keys() & values[base.name].keys()
+        each = {seed: values[name][seed] - values[base.name][seed] for seed in sorted(common)}
+        value = mean(list(values[name].values()), bounds(sweep.metric))
         reaches = _reaches(arm, base, progress, 1.0 if progress == "eval/loss" else sign)
-        statistics = (means[name], to_base.get(name), among_best, reaches)
-        rows[name] = Row(arm, *statistics, arm.speed, _peak_memory(arm))
-    factors = _factors(results, values)
-    scanned = tuple(scans(results))
+        outcome = _outcome(versus, sign)
+        rows[name] = Row(arm, value, versus, each, outcome, reaches, _peak_memory(arm))
+    scanned, cells = tuple(scans(results)), effects.cells_of(results, values)
+    found = effects.effects_of(cells, {scan.field for scan in scanned})
     # With many arms, the sentences on the scans replace those on each scanned arm.
-    scanned_arms = frozenset().union(*(scan.arms for scan in scanned)) if len(rows) > NAMED else ()
-    fields = factors.keys() - {scan.field for scan in scanned}
+    many = frozenset().union(*(scan.arms for scan in scanned)) if len(rows) > NAMED else frozenset()
     sentences = (
-        *_of_best(results, rows, best),
+        _verdict(results, rows, scanned if many else ()),
+        *effects.sentences(found, results),
         *(_of_scan(scan, results) for scan in scanned),
-        *_of_arms(results, rows, scanned_arms),
-        *_of_factors({field: factors[field] for field in factors if field in fields}),
+        *_of_arms(results, rows, many),
     )
-    return Verdict(results, rows, factors, scanned, tuple(profiles(results)), sentences)
+    return Verdict(results, rows, cells, found, scanned, tuple(profiles(results)), sentences)
+
+
+def _outcome(versus: Difference | None, sign: float) -> str:
+    """Returns the outcome of the comparison of an arm with the baseline."""
+    if versus is None:
+        return "baseline"
+    if math.isnan(versus.p):
+        return "untested"
+    if not versus.is_detectable:
+        return "undetected"
+    return "better" if sign * versus.mean.mean < 0 else "worse"
 
 
 def _peak_memory(arm: Arm) -> float:
@@ -100,11 +112,6 @@ def _peak_memory(arm: Arm) -> float:
     lines = (line for run in arm.runs.values() for line in run.lines)
     peaks = (line["memory/peak_bytes"] for line in lines if "memory/peak_bytes" in line)
     return max(map(float, peaks), default=math.nan)
-
-
-def _alike(versus: Difference) -> bool:
-    """Whether no difference is detectable. False for one that is equal in all seeds (p is NaN)."""
-    return not versus.is_detectable and not (versus.mean.count > 1 and math.isnan(versus.p))
 
 
 def validated(results: Results) -> str:
@@ -135,170 +142,108 @@ def _reaches(arm: Arm, base: Arm, name: str, sign: float) -> Reaches:
     return Reaches(float(np.mean(reached)) if reached else math.nan, len(reached), len(shares))
 
 
-def _factors(
-    results: Results, values: Mapping[str, Mapping[int, float]]
-) -> dict[str, dict[str, Difference]]:
-    """Returns the effect of each field if several vary, averaged over settings of the other fields.
-
-    Only settings that occur with both values of the field are used.
-    """
-    sets, by_field = [frozenset(arm.changes) for arm in results.arms.values()], {}
-    fields = max(dict.fromkeys(sets), key=sets.count)  # those of the grid; extra arms set others
-    if len(fields) < 2:
-        return {}
-    for field in [field for field in results.sweep.fields if field in fields]:
-        by_value: dict[str, dict[str, str]] = {}  # value -> setting of the other fields -> arm
-        for name, arm in results.arms.items():
-            if set(arm.changes) != fields:
-                continue
-            setting = str(sorted((k, str(v)) for k, v in arm.changes.items() if k != field))
-            by_value.setdefault(results.sweep.points[name].call(field), {})[setting] = name
-        first, *remaining = by_value
-        effects = {}
-        for value in remaining:
-            common = by_value[value].keys() & by_value[first].keys()
-            pairs = [(by_value[value][setting], by_value[first][setting]) for setting in common]
-            if len(pairs) < 2:
-                continue
-            seeds = set.intersection(*(set(values[arm]) for pair in pairs for arm in pair))
-            average = lambda side, pairs=pairs, seeds=seeds: {
-                seed: float(np.mean([values[pair[side]][seed] for pair in pairs])) for seed in seeds
-            }
-            effects[f"{value} - {first}"] = difference(average(0), average(1))
-        if effects:
-            by_field[field] = effects
-    flat = {f"{field}|{name}": x for field, xs in by_field.items() for name, x in xs.items()}
-    flat = corrected(flat)
-    return {
-        field: {name: flat[f"{field}|{name}"] for name in effects}
-        for field, effects in by_field.items()
-    }
-
-
-def _of_best(results: Results, rows: Mapping[str, Row], best: str) -> list[str]:
-    """Returns sentences on the best arm."""
-    sweep, lines = results.sweep, []
+def _verdict(results: Results, rows: Mapping[str, Row], scanned: Sequence[Scan]) -> str:
+    """Returns the verdict in one sentence."""
+    sweep, base = results.sweep, results.sweep.baseline
     counts = unit(sweep.metric, results.predicts_tokens)
     metric = f"{sweep.metric} ({counts})" if counts else sweep.metric
-    if best and sum(row.value.count > 0 for row in rows.values()) < 2:
-        value = f"a value of {metric}, {spell(rows[best].value)}"
-        lines.append(f"No comparison is possible: only {best} has {value}.")
-    elif best:
-        equals = [name for name, row in rows.items() if row.among_best and name != best]
-        equal_to = ""
-        if equals:
-            equal_to = f"; there is no detectable difference between it and {_listed(equals)}"
-        finished, runs = rows[best].value.count, len(sweep.seeds)
-        seeds = f", over the {finished} of {runs} seeds that finished" if finished < runs else ""
-        is_single = rows[best].value.count == 1
-        kind = "single value, from which no conclusion is drawn" if is_single else "mean"
-        all_equal = len(equals) + 1 == len(rows) and all(
-            row.to_baseline is None or row.to_baseline.mean.low == row.to_baseline.mean.high == 0
-            for row in rows.values()
-        )
-        value = spell(rows[best].value)
-        if all_equal:
-            lines.append(f"By {metric}, all arms are equal in every seed: {value}.")
-        else:
-            lines.append(f"By {metric}, {best} has the best {kind}: {value}{seeds}{equal_to}.")
-        if rows[best].value.count == 2:
-            lines.append(
-                "Two seeds give wide intervals and few detectable differences; use three or more."
+    finished = [name for name, row in rows.items() if row.value.count]
+    if len(finished) < 2 or base not in finished:
+        have = f"only {finished[0]} has" if len(finished) == 1 else "no arm has"
+        have = f"the baseline, {base}, lacks" if finished and base not in finished else have
+        return f"No comparison is possible: {have} a value of {metric}."
+    if scanned:
+        best = [f"{x.best:g}{f' with {x.setting}' * bool(x.setting)}" for x in scanned]
+        fields = " and ".join(dict.fromkeys(effects.short(x.field) for x in scanned))
+        return f"The best {fields} by {metric} is {_listed(best)}."
+    compared = {name: (rows[name], rows[name].to_baseline) for name in finished if name != base}
+    tested = [versus for row, versus in compared.values() if row.outcome != "untested"]
+    if not tested:
+        common = max(versus.mean.count for _, versus in compared.values())
+        why = "the variation between seeds is unknown, because no two arms share two seeds"
+        if common > 1:
+            why = (
+                f"each arm differs from {base} by the same in every seed, so a t-test has no spread"
             )
-    return lines
+        return f"No conclusion is possible: {why}."
+    if all(not any(row.differences.values()) for row, _ in compared.values()):
+        return f"By {metric}, all arms are equal in every seed: {spell(rows[base].value)}."
+    clauses = _clauses(results, {name: row for name, (row, _) in compared.items()})
+    if gone := [name for name, row in rows.items() if row.arm.diverged and not row.value.count]:
+        clauses.append(f"{_listed(gone)} diverged in every seed")
+    seeds = " or ".join(map(str, sorted({versus.mean.count for versus in tested})))
+    detected = [versus.p for versus in tested if versus.is_detectable]
+    if len(tested) == 1:
+        certainty = f"95 % interval over {seeds} seeds, {p_value(tested[0].p)}"
+    else:
+        p = p_value(max(detected) if detected else min(versus.p for versus in tested))
+        bound = " or less" * ("=" in p) if detected else " or more"
+        bound += " for detectable differences" * (0 < len(detected) < len(tested))
+        certainty = f"95 % intervals over {seeds} seeds, {p}{bound}"
+    return f"{'; '.join(clauses)} ({certainty})."
+
+
+def _clauses(results: Results, compared: Mapping[str, Row]) -> list[str]:
+    """Returns the clauses of the verdict: better, worse, undetected and untested arms."""
+    metric, base = results.sweep.metric, results.sweep.baseline
+    counts = unit(metric, results.predicts_tokens)
+    names = lambda outcome: [name for name, row in compared.items() if row.outcome == outcome]
+    clauses = []
+    for outcome in ("better", "worse"):
+        size = lambda name: -abs(compared[name].to_baseline.mean.mean)
+        if not (ranked := sorted(names(outcome), key=size)):
+            continue
+        means = [compared[name].to_baseline.mean for name in ranked]
+        sizes = [f"{number(abs(x.mean), x.half)} [{spell_range(x, abs_value=True)}]" for x in means]
+        arms, its = _listed(ranked), "its" if len(ranked) == 1 else "their"
+        if len(ranked) > NAMED:
+            arms, its, sizes = f"{len(ranked)} arms", f"for {ranked[0]}, the", sizes[:1]
+        differ = f"{'is' if len(ranked) == 1 else 'are'} {outcome}"
+        differ += f" than {base}" * (not clauses)
+        direction = "lower" if means[0].mean < 0 else "higher"
+        clauses.append(f"{arms} {differ}: {its} {metric} is {_listed(sizes)} {counts} {direction}")
+    if undetected := names("undetected"):
+        do = "does" if len(undetected) == 1 else "do"
+        clause = f"{_listed(undetected)} {do} not differ detectably from {base}"
+        means = [compared[name].to_baseline.mean for name in undetected]
+        low, high = min(x.low for x in means), max(x.high for x in means)
+        between = f"between {signed(low, high - low)} and {signed(high, high - low)}"
+        clauses.append(f"{clause}: the difference is {between} {counts}".rstrip())
+    if unknown := names("untested"):
+        clauses.append(f"about {_listed(unknown)}, no conclusion is possible")
+    return clauses
 
 
 def _of_arms(results: Results, rows: Mapping[str, Row], without: Collection[str]) -> list[str]:
-    """Returns sentences on divergence, and on the difference of each arm from the baseline.
+    """Returns sentences on divergence, and on comparisons without a clear result.
 
-    Arms in `without` get no sentence on it. Arms without a detectable one share a sentence.
+    Arms in `without` only get sentences on divergence.
     """
-    sweep, lines, base = results.sweep, [], results.sweep.baseline
-    correction = _correction(row.to_baseline for row in rows.values() if row.to_baseline)
-    undetected: dict[str, Difference] = {}
-    untested: dict[str, list[str]] = {}  # reason -> arms
+    lines, base = [], results.sweep.baseline
+    reasons: dict[str, list[str]] = {}  # reason -> arms
     for name, row in rows.items():
-        diverged = row.arm.diverged
-        if diverged:
+        if diverged := row.arm.diverged:
             steps = ", ".join(f"{step:,}" for step in diverged.values())
             note = "; means are over the other seeds" if row.value.count else ""
             share = f"{len(diverged)} of {len(row.arm.runs)} seeds"
             lines.append(f"{name} diverged in {share}, at step {steps}{note}.")
-        if row.to_baseline is None or not row.value.count or name in without:
-            continue
         versus = row.to_baseline
+        if versus is None or not row.value.count or name in without:
+            continue
         if versus.mean.count < 2:
             common = f"{versus.mean.count or 'no'} seed{'s' * (versus.mean.count == 0)} in common"
             reason = f"{common} with {base}, too few for an interval"
-            untested.setdefault(reason, []).append(name)
         elif math.isnan(versus.p):
-            reason = (
-                f"a difference from {base} of {signed(versus.mean.mean)} in each of "
-                f"{versus.mean.count} seeds, which leaves no spread for a t-test"
-            )
-            untested.setdefault(reason, []).append(name)
-        elif versus.is_detectable:
-            better = (versus.mean.mean < 0) != sweep.higher_is_better
-            lines.append(
-                f"{name} is {'better' if better else 'worse'} than {base} by "
-                f"{number(abs(versus.mean.mean), versus.mean.half)} "
-                f"[{spell_range(versus.mean, abs_value=True)}] (95 % interval over "
-                f"{versus.mean.count} seeds), {p_value(versus.p)}{correction}."
-            )
+            size = signed(versus.mean.mean)
+            reason = f"{size} from {base} in each seed, which leaves no spread for a t-test"
+        elif row.outcome == "undetected" and not versus.mean.low <= 0 <= versus.mean.high:
+            reason = "the interval excludes zero, but p is too large after the correction"
         else:
-            undetected[name] = versus
-    for reason, names in untested.items():
-        has = "have" if len(names) > 1 else "has"
-        lines.append(f"{_listed(names)} {has} {reason}, so no conclusion is drawn.")
-    return lines + _of_undetected(undetected, base, correction)
-
-
-def _of_undetected(undetected: Mapping[str, Difference], base: str, correction: str) -> list[str]:
-    """Returns a sentence on the arms without a detectable difference from the baseline."""
-    excludes_zero = lambda interval: not interval.low <= 0 <= interval.high
-    uncorrected = [name for name, versus in undetected.items() if excludes_zero(versus.mean)]
-    remark = "; without the correction, the difference would be significant" if uncorrected else ""
-    if len(undetected) == 1:
-        ((name, versus),) = undetected.items()
-        return [
-            f"{name} has no detectable difference from {base}: "
-            f"{signed(versus.mean.mean, versus.mean.half)} [{spell_range(versus.mean)}] "
-            f"(95 % interval over {versus.mean.count} seeds), "
-            f"{p_value(versus.p)}{correction}{remark}."
-        ]
-    if undetected:
-        arms = _listed(uncorrected) if len(uncorrected) <= NAMED else f"{len(uncorrected)} of them"
-        remark += f" for {arms}" if uncorrected else ""
-        return [
-            f"{_listed(list(undetected))} have no detectable difference from {base}: "
-            f"{p_value(min(versus.p for versus in undetected.values()))} or more"
-            f"{correction}{remark}."
-        ]
-    return []
-
-
-def _correction(differences: Iterable[Difference]) -> str:
-    """Returns the words that follow a corrected p value."""
-    count = sum(not math.isnan(difference.p) for difference in differences)
-    return f", Holm-corrected for {count} comparisons" if count > 1 else ""
-
-
-def _of_factors(factors: Mapping[str, Mapping[str, Difference]]) -> list[str]:
-    """Returns a sentence for each effect of a field, averaged over the other fields."""
-    lines = []
-    correction = _correction(e for effects in factors.values() for e in effects.values())
-    for field, effects in factors.items():
-        for pair, effect in effects.items():
-            if effect.mean.count >= 2:
-                remark = "" if effect.is_detectable else "; no detectable difference from zero"
-                if math.isnan(effect.p):
-                    remark = "; the same in every seed, so no conclusion is drawn"
-                lines.append(
-                    f"Effect of {field.rpartition('.')[2]} ({pair}), averaged over the other "
-                    f"fields: {signed(effect.mean.mean, effect.mean.half)} "
-                    f"[{spell_range(effect.mean)}] (95 % interval), {p_value(effect.p)}"
-                    f"{'' if math.isnan(effect.p) else correction}{remark}."
-                )
+            continue
+        reasons.setdefault(reason, []).append(name)
+    lines += [f"{_listed(names)}: {reason}." for reason, names in reasons.items()]
+    if max(row.value.count for row in rows.values()) == 2:
+        lines.append("Two seeds give wide intervals; use three or more to detect differences.")
     return lines
 
 

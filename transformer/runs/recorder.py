@@ -2,10 +2,12 @@
 
 import contextlib
 import math
+import os
 import resource
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import jax
 
@@ -23,7 +25,9 @@ class Recorder:
     `push(step, metrics)` reads the metrics of the previous step, which the device has finished by
     then, so the host never waits for the step it has just started. `window` holds the sums since
     the last log line. It is saved with a checkpoint, so that a resumed run has the same curve as an
-    uninterrupted one. `together` is the number of runs that share the measured time.
+    uninterrupted one. `together` is the number of runs that share the measured time. A line also
+    has the mean number of CPU cores that other processes have used since the start, because they
+    may have slowed the run down.
     """
 
     def __init__(
@@ -44,7 +48,7 @@ class Recorder:
         # Start of the open interval. None until the first step, which compiles, is done.
         self._mark: float | None = None
         self._timed_tokens, self._timed_steps = 0.0, 0
-        self._aside = False
+        self._aside, self._began = False, (time.perf_counter(), _cpu_of_others())
 
     def push(self, step: int, metrics: dict) -> None:
         """Takes the metrics of a step that has just started. Raises Diverged for the one before."""
@@ -86,6 +90,10 @@ class Recorder:
         lr = float(self._rate(step - 1))
         timing = {"time/tokens_per_second": round(speed, 1)} | self._together if speed else {}
         timing["memory/peak_bytes"] = peak_memory()
+        others = _cpu_of_others() - self._began[1]
+        if math.isfinite(others):
+            cores = others / max(time.perf_counter() - self._began[0], 0.01)
+            timing["time/other_cores"] = round(max(cores, 0.0), 2)
         values = means | {"train/tokens": tokens, "train/learning_rate": lr} | timing
         self._log.write(step, **values)
         self._progress.show(step, means["train/loss"], lr, speed, spent / steps)
@@ -102,6 +110,16 @@ class Recorder:
         self._aside = was_aside
         if self._mark is not None and not was_aside:
             self._mark += time.perf_counter() - start
+
+
+def _cpu_of_others() -> float:
+    """Returns the CPU seconds that all other processes have used since boot; NaN if unknown."""
+    try:
+        ticks = list(map(int, Path("/proc/stat").read_text().split()[1:9]))
+    except (OSError, ValueError):  # not Linux
+        return math.nan
+    busy = sum(ticks) - ticks[3] - ticks[4]  # without idle and iowait
+    return busy / os.sysconf("SC_CLK_TCK") - time.process_time()
 
 
 def peak_memory() -> int:

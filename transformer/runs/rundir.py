@@ -9,6 +9,7 @@ import datetime
 import hashlib
 import importlib.metadata
 import json
+import os
 import platform
 import re
 import subprocess
@@ -213,6 +214,8 @@ def record_start(
         "transformer": __version__,
         "commit": _commit(),
         "python": platform.python_version(),
+        "host": platform.node(),
+        "cores": os.cpu_count(),
         "versions": {name: importlib.metadata.version(name) for name in _PACKAGES},
         "devices": [str(d.device_kind) for d in mesh.devices.flat],
         "platform": mesh.devices.flat[0].platform,
@@ -239,7 +242,7 @@ _PACKAGES = (
     "sacrebleu",
 )  # fmt: skip
 _OF_A_START = (
-    "started", "command", "commit", "versions", "devices", "platform", "processes", "mesh",
+    "started", "command", "commit", "versions", "host", "devices", "platform", "processes", "mesh",
 )  # fmt: skip
 
 

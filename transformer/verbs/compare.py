@@ -8,8 +8,8 @@ from transformer.verbs.common import folder
 ABOUT = "write a report on a sweep, or on several runs"
 
 DETAIL = """Compare the arms of a sweep, or several runs, and write a report: index.html (one
-self-contained file), report.md, summary.csv, runs.csv, curves.csv, profiles.csv, figures/*.png and
-*.pdf. The report claims only what the confidence intervals over seeds support.
+self-contained file), report.md, tables as *.csv, figures/*.png and *.pdf. The report claims only
+what the confidence intervals over seeds support.
 
   python -m transformer compare runs/ablation
   python -m transformer compare runs/a runs/b --metric=test/bits_per_byte
@@ -32,17 +32,21 @@ def arguments(parser) -> None:
 
 
 def run(args, overrides) -> int:
-    from transformer.lab import report, results, verdict
+    from transformer.lab import report
 
     if overrides:
         raise UserError(
             "compare: takes no --config.*; leave it out (compare reads the logs of the runs)"
         )
-    comparison = results.read(args.folders, args.metric, args.baseline, args.higher_is_better)
-    judgment = verdict.derive_verdict(comparison)
-    page = report.write(judgment, args.output or args.folders[0] / "report")
-    for line in comparison.left_out:
+    options = (args.metric, args.baseline, args.higher_is_better)
+    verdict, more = report.judge(args.folders, *options)
+    page = report.write(verdict, args.output or args.folders[0] / "report", more)
+    for line in verdict.results.left_out:
         print(f"left out: {line}", file=sys.stderr)
-    print("\n".join(judgment.sentences))
+    print(
+        "\n".join(
+            [*verdict.sentences, *(line for x in more if x.title == "Tuning" for line in x.lines)]
+        )
+    )
     print(f"report: {page}", file=sys.stderr)
     return 0

@@ -1,6 +1,7 @@
 """`inspect`: writes a page with attention maps, logit lens and profiles of a run for a text."""
 
 import sys
+import textwrap
 from pathlib import Path
 
 from transformer.errors import UserError
@@ -59,7 +60,8 @@ def run(args, overrides) -> int:
     with use(mesh):
         trained = load_trained(args.workdir, config, mesh)
         view = inspection.observe_text(trained, mesh, text, args.target)
-    about = [f"Step {trained.step:,} of {trained.workdir}."]
-    write_atomic(output, inspect_page.page(view, f"Inside {args.workdir}", about))
+    about, start = [f"Step {trained.step:,} of {trained.workdir}."], textwrap.shorten(text, 60)
+    title = f"Token losses, predictions and attention of {args.workdir} on: {start}"
+    write_atomic(output, inspect_page.page(view, title, about))
     print(f"page: {output}", file=sys.stderr)
     return 0

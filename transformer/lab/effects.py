@@ -1,0 +1,196 @@
+"""The effects of the fields of a grid, and how the effect of one depends on another.
+
+A contrast adds and subtracts arms, averaged over all settings of the other fields, in each seed:
+
+    effect of a field            y[b] - y[a]
+    interaction of two fields    (y[b, d] - y[a, d]) - (y[b, c] - y[a, c])
+
+The second is the difference of differences. Both have a paired t interval over seeds, and the p
+values of all effects of a grid are corrected together (Holm 1979).
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Collection, Mapping, Sequence
+
+import numpy as np
+
+from transformer.lab.formatting import number, p_value, signed, spell_range
+from transformer.lab.results import Results
+from transformer.lab.statistics import Difference, corrected, difference
+from transformer.units import unit
+
+Values = dict[int, float]
+"""Seed -> value of the metric."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Effect:
+    """The effect of a field, or the interaction of two.
+
+    `changes` maps each field to its two values: (norm_placement, pre, post). `at` has the effect of
+    the first field at both values of the second; it is empty for an effect of one field.
+    """
+
+    changes: tuple[tuple[str, str, str], ...]
+    versus: Difference
+    at: tuple[float, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return " x ".join(f"{short(field)}: {b} - {a}" for field, a, b in self.changes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cells:
+    """The arms of a grid by the values of its fields, in the order of the fields."""
+
+    fields: tuple[str, ...]
+    values: Mapping[tuple[str, ...], Values]
+
+    def levels(self, field: str) -> list[str]:
+        """Returns the values of a field, the baseline's first."""
+        return list(dict.fromkeys(key[self.fields.index(field)] for key in self.values))
+
+    def averages(self, *fields: str) -> dict[tuple[str, ...], Values]:
+        """Returns the mean over the other fields for each combination of values of these fields."""
+        return self._averages(fields, list(itertools.product(*map(self.levels, fields))))[0]
+
+    def contrast(self, *changes: tuple[str, str, str]) -> tuple[Difference, tuple[float, ...], int]:
+        """Returns an effect or interaction, its parts, and over how many settings it averages."""
+        corners = list(itertools.product(*((a, b) for _, a, b in changes)))
+        y, settings = self._averages([field for field, *_ in changes], corners)
+        sides: tuple[Values, Values] = ({}, {})
+        for corner in corners:  # the last one, with only second values, counts as plus
+            minus = sum(x == a for x, (_, a, _) in zip(corner, changes, strict=True)) % 2
+            for seed, x in y[corner].items():
+                sides[minus][seed] = sides[minus].get(seed, 0.0) + x
+        effect, at = difference(*sides), ()
+        if len(changes) == 2:
+            (_, a, b), (_, *others) = changes
+            at = tuple(difference(y[b, c], y[a, c]).mean.mean for c in others)
+        return effect, at, settings
+
+    def _averages(
+        self, fields: Sequence[str], combinations: Collection[tuple[str, ...]]
+    ) -> tuple[dict[tuple[str, ...], Values], int]:
+        """Returns the averages and over how many settings of the other fields they go.
+
+        Only settings with all combinations count, and seeds that all their arms have.
+        """
+        index = [self.fields.index(field) for field in fields]
+        by_setting: dict[tuple[str, ...], dict[tuple[str, ...], Values]] = {}
+        for key, values in self.values.items():
+            setting = tuple(x for n, x in enumerate(key) if n not in index)
+            by_setting.setdefault(setting, {})[tuple(key[n] for n in index)] = values
+        complete = [x for x in by_setting.values() if all(c in x for c in combinations)]
+        seeds = [set(x[c]) for x in complete for c in combinations]
+        common = sorted(set.intersection(*seeds)) if seeds else []
+        average = lambda c: {s: float(np.mean([x[c][s] for x in complete])) for s in common}
+        return {c: average(c) for c in combinations}, len(complete)
+
+
+def cells_of(results: Results, values: Mapping[str, Values]) -> Cells:
+    """Returns the grid of a sweep: the arms that set the most common set of fields."""
+    sets = [frozenset(arm.changes) for arm in results.arms.values()]
+    grid = max(dict.fromkeys(sets), key=sets.count)  # extra arms set other fields
+    fields = tuple(field for field in results.sweep.fields if field in grid)
+    call = lambda name: tuple(results.sweep.points[name].call(field) for field in fields)
+    arms = [name for name, arm in results.arms.items() if set(arm.changes) == grid]
+    return Cells(fields, {call(name): values[name] for name in arms})
+
+
+def effects_of(cells: Cells, without: Collection[str]) -> tuple[Effect, ...]:
+    """Returns the effects and interactions of a grid with several fields, corrected together.
+
+    Fields in `without`, such as scanned numbers, get none.
+    """
+    if len(cells.fields) < 2:
+        return ()
+    steps = {
+        field: [(field, cells.levels(field)[0], b) for b in cells.levels(field)[1:]]
+        for field in cells.fields
+        if field not in without
+    }
+    pairs = itertools.combinations(steps.values(), 2)
+    singles = [(step,) for changes in steps.values() for step in changes]
+    effects = []
+    for changes in (
+        *singles,
+        *itertools.chain.from_iterable(itertools.starmap(itertools.product, pairs)),
+    ):
+        versus, at, settings = cells.contrast(*changes)
+        if settings >= 3 - len(changes):  # one setting is a difference from the baseline
+            effects.append(Effect(changes, versus, at))
+    tested = corrected({str(n): effect.versus for n, effect in enumerate(effects)})
+    return tuple(dataclasses.replace(x, versus=tested[str(n)]) for n, x in enumerate(effects))
+
+
+def short(field: str) -> str:
+    """Returns the last part of a field's name."""
+    return field.rpartition(".")[2]
+
+
+def sentences(effects: Sequence[Effect], results: Results) -> list[str]:
+    """Returns a sentence for each effect of a field, and for each pair of fields."""
+    tested = [effect for effect in effects if effect.versus.mean.count > 1]
+    lines = [_of_field(effect, results) for effect in tested if len(effect.changes) == 1]
+    pairs: dict[tuple[str, ...], list[Effect]] = {}
+    for effect in tested:
+        if len(effect.changes) == 2:
+            pairs.setdefault(tuple(field for field, *_ in effect.changes), []).append(effect)
+    return lines + [_of_pair(pair, contrasts, results) for pair, contrasts in pairs.items()]
+
+
+def _of_field(effect: Effect, results: Results) -> str:
+    ((field, a, b),), x = effect.changes, effect.versus.mean
+    others = [short(other) for other in results.sweep.fields if other not in (field, "arm")]
+    change = f"Averaged over {' and '.join(others)}, {b} instead of {a}"
+    counts, metric = unit(results.sweep.metric, results.predicts_tokens), results.sweep.metric
+    if not effect.versus.is_detectable:
+        size = f"{signed(x.mean, x.half)} [{spell_range(x)}]"
+        return f"{change} makes no detectable difference: {size} {_certainty(effect)}."
+    verb = "raises" if x.mean > 0 else "lowers"
+    size = f"{number(abs(x.mean), x.half)} [{spell_range(x, abs_value=True)}] {counts}".rstrip()
+    return f"{change} {verb} {metric} by {size} {_certainty(effect)}."
+
+
+def _of_pair(pair: Sequence[str], contrasts: Sequence[Effect], results: Results) -> str:
+    """Returns the answer to whether the effect of one field depends on another."""
+    question = f"Does the effect of {short(pair[0])} depend on {short(pair[1])}?"
+    detected = [effect for effect in contrasts if effect.versus.is_detectable]
+    p = lambda effect: math.inf if math.isnan(effect.versus.p) else effect.versus.p
+    effect = min(detected or contrasts, key=p)
+    (_, a, b), (_, c, d) = effect.changes
+    x, answer = effect.versus.mean, "Yes" if detected else "Not detectably"
+    if len(contrasts) > 1:
+        answer += f", in {len(detected) or 'any'} of {len(contrasts)} contrasts. The clearest"
+    at = [signed(part, x.half) for part in effect.at]
+    return (
+        f"{question} {answer}: {b} instead of {a} changes {results.sweep.metric} by {at[0]} with "
+        f"{c} and by {at[1]} with {d}. The difference of these differences is "
+        f"{signed(x.mean, x.half)} [{spell_range(x)}] {_certainty(effect)}."
+    )
+
+
+def _certainty(effect: Effect) -> str:
+    if math.isnan(effect.versus.p):
+        return "in every seed, which leaves no spread for a t-test"
+    return f"(95 % interval over {effect.versus.mean.count} seeds, {p_value(effect.versus.p)})"
+
+
+def tables(effects: Sequence[Effect]) -> list[list[list[str]]]:
+    """Returns the table of effects, or nothing if there are none."""
+    rows = [["effect", "difference", "95 % interval", "p", "seeds"]]
+    for effect in effects:
+        x, p = effect.versus.mean, p_value(effect.versus.p).removeprefix("p ").removeprefix("= ")
+        rows.append([effect.name, signed(x.mean, x.half), spell_range(x), p, str(x.count)])
+    return [rows] if effects else []
+
+
+def as_csv(effects: Sequence[Effect]) -> list[list]:
+    """Returns the effects in full precision."""
+    row = lambda x: [x.name, x.versus.mean.mean, x.versus.mean.low, x.versus.mean.high, x.versus.p]
+    head = ["effect", "difference", "low", "high", "p_corrected", "seeds"]
+    return [head, *([*row(effect), effect.versus.mean.count] for effect in effects)]
