@@ -111,7 +111,7 @@ def choices(
 def _positions() -> str:
     from transformer.model.positions import SCHEMES, Position
 
-    names = ("embed", "rotate", "distance_bias", "bias", "score", "value")
+    names = ("embed", "rotate", "distance_bias", "bias", "score", "value", "terms")
     overrides = lambda cls, name: getattr(cls, name) is not getattr(Position, name)
     hooks = lambda cls: ", ".join(f"`{x}`" for x in names if overrides(cls, x)) or "nothing"
     return choices(SCHEMES, ("hooks", hooks), is_option=lambda f: f.metadata.get("option", False))
@@ -122,10 +122,10 @@ def _backends() -> str:
     from transformer.model.positions import SCHEMES
 
     def row(name: str, scheme) -> tuple[str, ...]:
-        fused = scheme.is_distance_bias or not scheme.acts_on_logits
+        plain_logits = not scheme.acts_on_logits
         plain, pairwise = "tested on CPUs", "tested on CPUs" if scheme.pairwise else "no"
-        on_tpu = "fused; interpreted and compiled" if fused else "no"
-        on_gpu = "fused; not run" if fused else "no"
+        on_tpu = "fused; interpreted and compiled" if plain_logits or scheme.has_terms else "no"
+        on_gpu = "fused; not run" if plain_logits or scheme.is_distance_bias else "no"
         return (f"`{name}`", plain, pairwise, pairwise, on_tpu, on_gpu)
 
     header = ("scheme", "`reference`", "`blockwise`", "`ring`", "`flash` (TPU)", "`cudnn` (GPU)")

@@ -47,9 +47,9 @@ def random_qkv(d_value=H, dtype=jnp.float32):
     )
 
 
-def bound_scheme(position, side, where, d_value=H):
+def bound_scheme(position, side, where, d_value=H, **fields):
     """Returns a scheme bound to one layer, with random parameters."""
-    facts = small(side, position=position, d_value=d_value).stack_facts(side)
+    facts = small(side, position=position, d_value=d_value, **fields).stack_facts(side)
     draw = np.random.default_rng(0)
     param = lambda name, init, shape, dtype: jnp.asarray(0.5 * draw.standard_normal(shape), dtype)
     return (

@@ -15,7 +15,7 @@ from transformer.config import MeshConfig
 from transformer.model import attention_backends
 from transformer.model.attention_backends import BACKENDS, Inputs, choose, flash, record
 from transformer.model.attention_backends.base import _keep
-from transformer.model.attention_backends.flash import call
+from transformer.model.attention_backends.flash import call, content
 from transformer.model.attention_backends.flash.tiles import EMPTY, FULL, PARTIAL, Limits
 from transformer.model.masks import CAUSAL, SAME_SEGMENT, Mask, Tokens, window, zigzag
 from transformer.model.positions import SCHEMES
@@ -53,10 +53,24 @@ MASKS = {
 DISTANCE_BIASES = [name for name, scheme in SCHEMES.items() if scheme().is_distance_bias]
 
 
+BY_CONTENT = ["shaw", "transformer_xl", "deberta"]
+"""Functions of distance and content."""
+
+
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
-    """Several tiles per sequence, so that all states of tiles occur."""
+    """Several tiles per sequence, so that all states of tiles occur.
+
+    The interpreter rolls one row at a time, which takes long to compile. `test_rolls` compares its
+    roll with the one here (test_flash_tables.py).
+    """
     monkeypatch.setattr(call, "COST", {128: 1.0})
+    monkeypatch.setattr(content, "_roll", rolled)
+
+
+def rolled(block_LxL: jax.Array) -> jax.Array:
+    row, lane = (jax.lax.broadcasted_iota(jnp.int32, block_LxL.shape, axis) for axis in (0, 1))
+    return jnp.take_along_axis(block_LxL, (lane - row) % 128, axis=1)
 
 
 def random_qkv(keys=T, kv_heads=2, d_value=24, batch=2, queries=T, dtype=jnp.float32, size=16):
@@ -72,7 +86,7 @@ def random_qkv(keys=T, kv_heads=2, d_value=24, batch=2, queries=T, dtype=jnp.flo
 def make_inputs(mask: str, position: str | None) -> Inputs:
     rule, where, options = MASKS[mask]
     side = "decoder" if rule.causal else "encoder"
-    scheme = position and bound_scheme(position, side, where)
+    scheme = position and bound_scheme(position, side, where, 24, d_head=16)
     return Inputs(rule, where, where, scheme, 0.3, **options)
 
 
@@ -120,13 +134,13 @@ def test_output_of_queries_without_keys_is_zero():
     assert_matches_reference(q, k, v, attention_inputs)
 
 
-@pytest.mark.parametrize("position", [None, "t5"])
+@pytest.mark.parametrize("position", [None, "t5", *BY_CONTENT])
 def test_long_sequences_are_computed_in_pairs_of_blocks(monkeypatch, position):
     monkeypatch.setattr(flash, "block_size", lambda *_: 128)
     assert_matches_reference(*random_qkv(), make_inputs("sink", position))
 
 
-@pytest.mark.parametrize("position", ["t5", "alibi"])
+@pytest.mark.parametrize("position", ["t5", "alibi", "shaw", "deberta"])
 def test_repeated_gradients_are_equal_bit_by_bit(position):
     q, k, v = random_qkv()
     inputs = make_inputs("causal", position)
@@ -150,20 +164,21 @@ def test_bfloat16_is_as_close_to_float64_as_its_precision_allows():
 
 
 @pytest.mark.parametrize(
-    ("kv_heads", "sizes"),
+    ("kv_heads", "sizes", "position"),
     [
-        (2, {"data": 2, "fsdp": 2, "tensor": 2}),
-        (1, {"data": 2, "tensor": 4}),
-        (4, {"fsdp": 4, "expert": 2}),
+        (2, {"data": 2, "fsdp": 2, "tensor": 2}, "t5"),
+        (1, {"data": 2, "tensor": 4}, "t5"),
+        (4, {"fsdp": 4, "expert": 2}, "t5"),
+        (2, {"data": 2, "fsdp": 2, "tensor": 2}, "deberta"),
     ],
 )
-def test_flash_shards_over_sequences_and_heads(kv_heads, sizes):
+def test_flash_shards_over_sequences_and_heads(kv_heads, sizes, position):
     """Also with dropout, whose mask does not depend on the mesh."""
     mesh = make_mesh(MeshConfig(**{"data": 1} | sizes))
     q, k, v = (jnp.concatenate([x] * 2) for x in random_qkv(kv_heads=kv_heads))
     tokens = jax.tree.map(lambda x: jnp.concatenate([x] * 2), ORDERED)
     options = {"dropout": 0.2, "dropout_key": jax.random.key(3)}
-    scheme = bound_scheme("t5", "decoder", tokens)
+    scheme = bound_scheme(position, "decoder", tokens, 24, d_head=16)
     attention_inputs = Inputs(PAST, tokens, tokens, scheme, 0.3, **options)
     expected = value_and_gradients(BACKENDS["reference"].attend, q, k, v, attention_inputs)
     with use(mesh):
@@ -179,8 +194,11 @@ def test_flash_shards_over_sequences_and_heads(kv_heads, sizes):
     assert_trees_close(actual, expected, atol=1e-4)
 
 
-@pytest.mark.parametrize("order", ["contiguous", "zigzag"])
-@pytest.mark.parametrize("position", [None, "t5"])
+@pytest.mark.parametrize(
+    ("order", "position"),
+    [(order, name) for order in ("contiguous", "zigzag") for name in (None, "t5")]
+    + [("zigzag", "shaw"), ("contiguous", "deberta")],
+)
 def test_flash_on_a_ring_matches_reference(order, position):
     """Two devices in a ring hold the tokens, and two the heads."""
     inputs = make_inputs("sink", position)
@@ -199,7 +217,7 @@ def test_flash_on_a_ring_matches_reference(order, position):
         assert_trees_close(value_and_gradients(attend, q, k, v, inputs), expected, atol=1e-4)
 
 
-@pytest.mark.parametrize("position", ["t5", "rotary"])
+@pytest.mark.parametrize("position", ["t5", "rotary", "transformer_xl"])
 def test_prefill_and_later_chunks_match_reference(position):
     """Prompts are padded on the left, and the cache has more slots than they have tokens."""
     prompt = tokens(0, 2, 150, 37).at[0, :60].set(0)
@@ -259,7 +277,7 @@ def test_flash_reports_unsupported_inputs():
     growing = ORDERED.replace(order="increasing")
     unsupported = {
         "is not a function of distance": base.replace(
-            position=bound_scheme("shaw", "decoder", ORDERED)
+            position=bound_scheme("cope", "decoder", ORDERED)
         ),
         "distances differ": base.replace(
             position=bound_scheme("alibi", "decoder", ORDERED), q_tokens=growing, k_tokens=growing
@@ -273,21 +291,23 @@ def test_flash_reports_unsupported_inputs():
 
 def test_auto_selects_flash_on_tpu_where_supported(monkeypatch):
     q, k, v = random_qkv()
-    base, shaw = make_inputs("causal", None), make_inputs("causal", "shaw")
+    base, cope = make_inputs("causal", None), make_inputs("causal", "cope")
     assert choose("auto", q, k, v, base) is BACKENDS["reference"].attend
     for module in (attention_backends, flash):
         monkeypatch.setattr(module, "platform", lambda: "tpu")
     with record() as backends:
         assert choose("auto", q, k, v, base) is BACKENDS["flash"].attend
-        assert choose("auto", q, k, v, shaw) is BACKENDS["reference"].attend
+        assert choose("auto", q, k, v, make_inputs("causal", "shaw")) is flash.flash
+        assert choose("auto", q, k, v, cope) is BACKENDS["reference"].attend
     assert backends == {
         "flash": "",
         "reference": "flash: the position scheme is not a function of distance",
     }
     monkeypatch.setattr(attention_backends, "LONG", T)
+    fire = make_inputs("causal", "fire")
     assert (
-        choose("flash", q, k, v, shaw)
-        is choose("auto", q, k, v, shaw)
+        choose("flash", q, k, v, fire)
+        is choose("auto", q, k, v, fire)
         is BACKENDS["blockwise"].attend
     )
     assert choose("reference", q, k, v, base) is BACKENDS["reference"].attend

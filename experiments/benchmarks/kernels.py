@@ -1,29 +1,34 @@
-"""How many cycles does fused attention take on a TPU with a bias that depends on distance?
+"""How many cycles does fused attention take on a TPU with a scheme that depends on distance?
 
     python experiments/benchmarks/kernels.py --chips=v5e,v5p,v6e
 
 The TPU compiler in libtpu (extra [tpu]) compiles the kernels of one head for each chip, and their
 scheduled instructions are counted (transformer/planning/bundles.py). No TPU is needed. Memory
 transfers are not counted. `fixed` is a bias without parameters (alibi, sandwich), `learned` one
-with parameters (t5, kerple), whose backward pass also computes the gradient of its vector.
+with parameters (t5, kerple), whose backward pass also computes the gradient of its vector. `shaw`,
+`transformer_xl` and `deberta` are those schemes. --units also prints the cycles that each unit of
+the core needs for a tile.
 
 Shapes    8,192 tokens, d_head 128, bfloat16, causal mask, one sequence per head
 Hardware  any Linux x86-64 machine; the figures depend on the version of libtpu alone
-Compare   the kernel without a bias
+Compare   the kernel without a position scheme
 """
 
 import argparse
+import dataclasses
 import os
 import tempfile
 from pathlib import Path
 
-from transformer.planning.bundles import KernelSchedule, dump_flags, head_cycles, read
+from transformer.planning.bundles import UNITS, Block, KernelSchedule, dump_flags, read
 
 T, H, TILE = 8192, 128, 512
 """Tokens, head size, and queries and keys per tile."""
 
+SCHEMES = ("none", "fixed", "learned", "shaw", "transformer_xl", "deberta")
 
-def compile_kernels(chip: str, bias: str) -> None:
+
+def compile_kernels(chip: str, scheme: str) -> None:
     """Compiles the forward and the backward kernel. libtpu writes their schedules."""
     import jax
     import jax.numpy as jnp
@@ -31,33 +36,68 @@ def compile_kernels(chip: str, bias: str) -> None:
     from transformer.model.attention_backends.flash.backward import backward
     from transformer.model.attention_backends.flash.forward import forward
     from transformer.model.attention_backends.flash.settings import Settings
-    from transformer.model.attention_backends.flash.tiles import LANES, Limits
+    from transformer.model.attention_backends.flash.tiles import EACH, LANES, NONE, Limits
+    from transformer.model.positions import Terms
     from transformer.planning import chips, programs
 
     machine = chips.topology(f"{chip}:2x2x1" if chip in ("v4", "v5p") else f"{chip}:2x2", 1)
     device = jax.sharding.SingleDeviceSharding(programs.start(machine)[0])
     array = lambda *shape, dtype="bfloat16": jax.ShapeDtypeStruct(shape, dtype, sharding=device)
     reach = 2 * TILE - LANES
+    vector = array(2, T + reach - 1, dtype=jnp.float32)
+    table = array(2, T + reach, H, dtype=jnp.float32)
+    terms = {
+        "none": Terms(1.0),
+        "shaw": Terms(1.0, keys_NxDxH=table, values_NxDxV=table, ends=(-16, 16)),
+        "transformer_xl": Terms(1.0, vector, keys_NxDxH=table),
+        "deberta": Terms(1.0, vector, keys_NxDxH=table, queries_NxDxH=table, ends=(-128, 127)),
+    }.get(scheme, Terms(1.0, vector))
     settings = Settings(TILE, TILE, reach, heads=2, vmem=60 * 2**20)
-    tokens = array(1, T, dtype=jnp.int32)
-    vector = None if bias == "none" else array(2, T + reach - 1, dtype=jnp.float32)
+    tokens, kinds = array(1, T, dtype=jnp.int32), None
+    if terms.ends:
+        settings = dataclasses.replace(settings, kinds=(EACH, NONE))
+        kinds = array(1, T // TILE, T // TILE, dtype=jnp.int32)
     x, of_query = array(1, 2, T, H), array(1, 2, T, dtype=jnp.float32)
-    args = (x, x, x, Limits(tokens, None, tokens, tokens, tokens), vector, array(6, dtype="int32"))
+    limits = Limits(tokens, None, tokens, tokens, tokens, kinds)
+    args = (x, x, x, limits, terms, array(6, dtype="int32"))
     jax.jit(lambda *args: forward(settings, *args)).lower(*args).compile()
-    run = lambda *args: backward(settings, *args, learned=bias == "learned")
+    run = lambda *args: backward(settings, *args, learned=scheme not in ("none", "fixed"))
     jax.jit(run).lower(*args, of_query, of_query, x).compile()
 
 
 def cycles(schedule: KernelSchedule) -> dict[str, float]:
-    """Returns the cycles of a full tile, those of the products in it, and those of a whole head."""
+    """Returns the cycles of a whole head, those of a tile, and those that each unit needs for it.
+
+    A kernel is a loop over blocks. In it, one conditional part has the loop over tiles, whose
+    conditional parts are a tile with a mask and one without. Shaw's and DeBERTa's tables are
+    constant from a distance on. Then these two are the tiles without tables; the first part is a
+    tile with tables, which occurs on the diagonal and next to it, and its cycles are returned. The
+    other parts are executed once per head: they build or sum a bias table, in a loop over 128 of
+    its rows, or clear or write sums.
+    """
+    (grid,) = schedule.kernel.inner
+    (body,) = grid.inner
+    has_products = lambda block: bool(
+        schedule.busy(block, "MXU") or any(map(has_products, block.inner))
+    )
+    (tile_loop,) = next(part for part in body.inner if has_products(part)).inner
+    *near, masked, full = tile_loop.inner
     blocks, chunks = T // TILE, (T + 2 * TILE - 128 - 128) // 128
-    diagonal, below = blocks, blocks * (blocks - 1) // 2
-    full, sequence, once = head_cycles(schedule, blocks, chunks, diagonal, below)
-    products = schedule.busy(full, "MXU")
-    return {"tile": full.own, "products": products, "head": sequence + once}
+    tiles = blocks * (blocks + 1) // 2
+    tile, first, others = (near[0], near[0], 2 * blocks - 1) if near else (full, masked, blocks)
+
+    def once(part: Block) -> int:
+        return part.own + sum(loop.own * chunks for loop in part.inner)
+
+    total = blocks * (grid.own + body.own) + sum(
+        once(part) for part in body.inner if not has_products(part)
+    )
+    total += others * first.own + (tiles - others) * full.own + tiles * tile_loop.own
+    units = {unit: schedule.busy(tile, unit) for unit in UNITS}
+    return {"head": total, "tile": tile.own, **units}
 
 
-def measure(chip: str, bias: str) -> dict[str, dict[str, float]]:
+def measure(chip: str, scheme: str) -> dict[str, dict[str, float]]:
     """Returns the cycles of both kernels, from a process of its own: libtpu reads flags once."""
     with tempfile.TemporaryDirectory() as folder:
         process = os.fork()
@@ -67,12 +107,12 @@ def measure(chip: str, bias: str) -> dict[str, dict[str, float]]:
             os.dup2(quiet, 2)
             status = 1
             try:
-                compile_kernels(chip, bias)
+                compile_kernels(chip, scheme)
                 status = 0
             finally:
                 os._exit(status)
         if os.waitpid(process, 0)[1]:
-            raise SystemExit(f"the compiler failed for {chip} with bias {bias!r}")
+            raise SystemExit(f"the compiler failed for {chip} with {scheme!r}")
         return {
             name: cycles(read(Path(folder), f"flash_{name}")) for name in ("forward", "backward")
         }
@@ -81,22 +121,28 @@ def measure(chip: str, bias: str) -> dict[str, dict[str, float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--chips", default="v5e,v5p,v6e")
-    print(
-        "| chip | kernel | bias | cycles of a tile | of them products | cycles of a head | ratio |"
-    )
-    print("|---|---|---|---|---|---|---|")
-    for chip in parser.parse_args().chips.split(","):
-        results = {bias: measure(chip, bias) for bias in ("none", "fixed", "learned")}
-        for kernel in ("forward", "backward"):
-            for bias, result in results.items():
-                row, plain = result[kernel], results["none"][kernel]
-                if (kernel, bias) == ("forward", "learned"):  # the kernel of fixed
+    parser.add_argument("--schemes", default=",".join(SCHEMES))
+    parser.add_argument("--units", action="store_true")
+    args = parser.parse_args()
+    columns = ("chip", "kernel", "scheme", "cycles of a tile", "of them products")
+    columns = (*columns, "cycles of a head", "ratio", *(UNITS if args.units else ()))
+    line = lambda *cells: print("| " + " | ".join(cells) + " |", flush=True)
+    line(*columns)
+    line(*["---"] * len(columns))
+    for chip in args.chips.split(","):
+        results = {scheme: measure(chip, scheme) for scheme in args.schemes.split(",")}
+        for result in results.values():
+            result["both"] = {"head": result["forward"]["head"] + result["backward"]["head"]}
+        for kernel in ("forward", "backward", "both"):
+            for scheme, result in results.items():
+                if (kernel, scheme) == ("forward", "learned"):  # the kernel of fixed
                     continue
-                print(
-                    f"| {chip} | {kernel} | {bias} | {row['tile']:,} | {row['products']:,.0f} "
-                    f"| {row['head']:,} | {row['head'] / plain['head']:.3f} |",
-                    flush=True,
-                )
+                row, plain = result[kernel], results["none"][kernel]
+                of_tile = [f"{row[x]:,.0f}" if x in row else "" for x in ("tile", "MXU")]
+                ratio = f"{row['head'] / plain['head']:.3f}"
+                units = [f"{row[unit]:,.0f}" if unit in row else "" for unit in UNITS]
+                units = units if args.units else []
+                line(chip, kernel, scheme, *of_tile, f"{row['head']:,}", ratio, *units)
 
 
 if __name__ == "__main__":

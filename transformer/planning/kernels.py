@@ -38,7 +38,8 @@ def kernel(op: Instruction, model: ModelConfig, known: Sequence[KernelCycles] = 
 def _attention(part: str, op: Instruction) -> KernelWork:
     """Returns the work of flash attention over the tiles that the mask can allow.
 
-    The forward pass computes 2 products over queries and keys, and the backward pass 5.
+    The forward pass computes 2 products over queries and keys, and the backward pass 5. Those with
+    a position scheme's tables are not counted.
     """
     (*heads, queries, size), (*_, keys, _), (*_, d_value) = [
         dims for _, dims in _operands(op) if len(dims) > 2

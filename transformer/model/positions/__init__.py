@@ -4,6 +4,6 @@ The rest of the code uses a scheme only through the hooks of `Position`. To add 
 to this package.
 """
 
-from transformer.model.positions.base import SCHEMES, Pair, Position, StackFacts, build
+from transformer.model.positions.base import SCHEMES, Pair, Position, StackFacts, Terms, build
 
-__all__ = ["SCHEMES", "Pair", "Position", "StackFacts", "build"]
+__all__ = ["SCHEMES", "Pair", "Position", "StackFacts", "Terms", "build"]

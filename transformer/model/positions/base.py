@@ -80,6 +80,33 @@ class Pair:
 
 
 @struct.dataclass
+class Terms:
+    """What a scheme adds to attention, as functions of the distance d = t - s:
+
+        e_ts = scale (q_t + u) . (k_s + keys[d]) + scale k_s . queries[d] + bias[d]
+        o_t = sum_s w_ts (v_s + values[d])
+
+    Terms that are None are absent. D distances; N may be 1, for all heads.
+
+    ends: keys, queries and values are constant up to the first of these distances, and from the
+        second one on; None if they vary everywhere.
+    """
+
+    scale: float = struct.field(pytree_node=False)
+    bias_NxD: jax.Array | None = None
+    u_NxH: jax.Array | None = None
+    keys_NxDxH: jax.Array | None = None
+    queries_NxDxH: jax.Array | None = None
+    values_NxDxV: jax.Array | None = None
+    ends: tuple[int, int] | None = struct.field(pytree_node=False, default=None)
+
+    @property
+    def tables(self) -> list[jax.Array]:
+        """The keys, queries and values that are present."""
+        return jax.tree.leaves((self.keys_NxDxH, self.queries_NxDxH, self.values_NxDxV))
+
+
+@struct.dataclass
 class Position:
     """The base class of position schemes. A scheme overrides the hooks that it needs.
 
@@ -89,6 +116,7 @@ class Position:
     bias: adds a function of the two positions to the attention logits.
     score: changes the attention logits, given queries and keys.
     value: changes the attention output.
+    terms: describes what the scheme adds by distance, for fused kernels.
 
     By default, hooks do nothing. A config can set the fields that are declared with
     `option(default)`, and `check` rejects invalid values. `bind` and `bind_layer` declare
@@ -159,22 +187,38 @@ class Position:
     ) -> jax.Array:
         """Returns the scaled logits with position terms that depend on queries and keys.
 
-        No fused kernel supports this hook.
+        Fused kernels use `terms` instead.
         """
         return logits_BxNxTxS
 
     def value(self, out_BxTxNxH: jax.Array, weights_BxNxTxS: jax.Array, pair: "Pair") -> jax.Array:
         """Returns the attention output with position terms added.
 
-        No fused kernel supports this hook.
+        Fused kernels use `terms` instead.
         """
         return out_BxTxNxH
+
+    def terms(self, distance_D: jax.Array, scale: float) -> Terms:
+        """Returns all that the scheme adds to attention at these distances.
+
+        A scheme whose `score` and `value` depend on positions only through distance overrides it,
+        so that fused kernels support the scheme. `scale` is that of the products.
+        """
+        return Terms(scale, self.distance_bias(distance_D))
 
     @property
     def is_distance_bias(self) -> bool:
         """Whether the scheme adds `distance_bias` to the logits and nothing else."""
         others = map(self._overrides, ("bias", "score", "value"))
         return self._overrides("distance_bias") and not any(others)
+
+    @property
+    def has_terms(self) -> bool:
+        """Whether `terms` describes the scheme: no subclass changes another hook alone."""
+        classes = type(self).__mro__
+        level = lambda hook: next(i for i, cls in enumerate(classes) if hook in vars(cls))
+        hooks = ("distance_bias", "bias", "score", "value")
+        return self.is_distance_bias or all(level("terms") <= level(hook) for hook in hooks)
 
     def _overrides(self, hook: str) -> bool:
         return getattr(type(self), hook) is not getattr(Position, hook)
@@ -205,7 +249,7 @@ class Position:
 
     @property
     def reads_content(self) -> bool:
-        """Whether the scheme overrides `score` or `value`, which no fused backend supports."""
+        """Whether the scheme overrides `score` or `value`."""
         return bool(self.hooks & {"score", "value"})
 
     @property

@@ -1,8 +1,9 @@
 """Positions that interact with content: relative keys and values (Shaw), Transformer-XL, DeBERTa
 and contextual positions (CoPE).
 
-The logits depend on positions together with queries and keys, so no fused kernel supports these
-schemes. Learned distances range from -`max_distance` to `max_distance`; longer ones share the last.
+The logits depend on positions together with queries and keys. All schemes but CoPE are functions of
+distance and content, which `terms` describes to fused kernels. Learned distances range from
+-`max_distance` to `max_distance`; longer ones share the last.
 
 In equations, e_ts is the logit of query t and key s, and w_ts is their attention weight.
 
@@ -17,7 +18,7 @@ from flax import linen as nn
 from flax import struct
 
 from transformer.model.positions.absolute import sinusoids
-from transformer.model.positions.base import Pair, Position, declare, option, register
+from transformer.model.positions.base import Position, Terms, declare, option, register
 
 
 def _table(param, facts, name: str, rows: int, size: int, axis: str = "head") -> jax.Array:
@@ -82,21 +83,33 @@ class Shaw(Position):
             values = _table(param, facts, "relative_values", distances, facts.d_value)
         return self.replace(keys_RxH=keys, values_RxH=values)
 
-    def _index(self, pair: Pair) -> jax.Array:
+    def _index(self, distance: jax.Array) -> jax.Array:
         k = self.max_distance
-        return jnp.clip(-pair.distance_BxTxS, -k, k) + k
+        return jnp.clip(-distance, -k, k) + k
 
     def score(self, logits_BxNxTxS, q_BxTxNxH, k_BxSxNxH, pair):
         products_BxNxTxR = _products(q_BxTxNxH, self.keys_RxH)
-        return logits_BxNxTxS + pair.scale * _pick(products_BxNxTxR, self._index(pair))
+        return logits_BxNxTxS + pair.scale * _pick(
+            products_BxNxTxR, self._index(pair.distance_BxTxS)
+        )
 
     def value(self, out_BxTxNxH, weights_BxNxTxS, pair):
         if self.values_RxH is None:
             return out_BxTxNxH
         distances, dtype = self.values_RxH.shape[0], weights_BxNxTxS.dtype
-        one_hot_BxTxSxR = jax.nn.one_hot(self._index(pair), distances, dtype=dtype)
+        one_hot_BxTxSxR = jax.nn.one_hot(self._index(pair.distance_BxTxS), distances, dtype=dtype)
         weights_BxTxNxR = jnp.einsum("BNTS,BTSR->BTNR", weights_BxNxTxS, one_hot_BxTxSxR)
         return out_BxTxNxH + weights_BxTxNxR @ self.values_RxH.astype(out_BxTxNxH.dtype)
+
+    def terms(self, distance_D, scale):
+        index_D, values, k = self._index(distance_D), self.values_RxH, self.max_distance
+        of_distance = lambda table_RxH: table_RxH[index_D][None]
+        return Terms(
+            scale,
+            keys_NxDxH=of_distance(self.keys_RxH),
+            values_NxDxV=None if values is None else of_distance(values),
+            ends=(-k, k),
+        )
 
 
 @register("transformer_xl")
@@ -145,6 +158,14 @@ class TransformerXL(Position):
         position_BxNxTxS = jnp.einsum("BTND,BTSD->BNTS", query_BxTxNxD, p_BxTxSxD)
         return logits_BxNxTxS + pair.scale * (content_BxNxS[:, :, None] + position_BxNxTxS)
 
+    def terms(self, distance_D, scale):
+        u, v, w = (x.astype(jnp.float32) for x in (self.u_NxH, self.v_NxH, self.project_DxNxH))
+        p_DxM = sinusoids(distance_D, self.d_model, 10_000.0, "halves")
+        keys_NxDxH = jnp.einsum("DM,MNH->NDH", p_DxM, w)
+        # (q + v) . keys = (q + u) . keys + (v - u) . keys
+        bias_NxD = scale * jnp.einsum("NH,NDH->ND", v - u, keys_NxDxH)
+        return Terms(scale, bias_NxD, u, keys_NxDxH)
+
 
 @register("deberta")
 @struct.dataclass
@@ -185,14 +206,24 @@ class Deberta(Position):
         keys, queries = project("relative_key"), project("relative_query")
         return self.replace(keys_RxNxH=keys, queries_RxNxH=queries)
 
+    def _index(self, distance: jax.Array) -> jax.Array:
+        return jnp.clip(distance + self.max_distance, 0, 2 * self.max_distance - 1)
+
     def score(self, logits_BxNxTxS, q_BxTxNxH, k_BxSxNxH, pair):
-        k, transposed = self.max_distance, lambda x: jnp.swapaxes(x, -2, -1)
-        index_BxTxS = jnp.clip(pair.distance_BxTxS + k, 0, 2 * k - 1)
+        transposed = lambda x: jnp.swapaxes(x, -2, -1)
+        index_BxTxS = self._index(pair.distance_BxTxS)
         products = lambda x, table: jnp.einsum("BTNH,RNH->BNTR", x.astype(jnp.float32), table)
         terms_BxNxTxS = _pick(products(q_BxTxNxH, self.keys_RxNxH), index_BxTxS)
         from_position_BxNxSxR = products(k_BxSxNxH, self.queries_RxNxH)
         terms_BxNxTxS += transposed(_pick(from_position_BxNxSxR, transposed(index_BxTxS)))
         return (logits_BxNxTxS + pair.scale * terms_BxNxTxS) / 3**0.5
+
+    def terms(self, distance_D, scale):
+        index_D, k = self._index(distance_D), self.max_distance
+        of_distance = lambda table_RxNxH: jnp.swapaxes(table_RxNxH[index_D], 0, 1)
+        keys, queries = of_distance(self.keys_RxNxH), of_distance(self.queries_RxNxH)
+        ends = -k, k - 1
+        return Terms(scale / 3**0.5, keys_NxDxH=keys, queries_NxDxH=queries, ends=ends)
 
 
 @register("cope")

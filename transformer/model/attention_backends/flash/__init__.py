@@ -1,9 +1,13 @@
-"""TPUs' fused attention: flash attention in Pallas, with all biases that depend on distance.
+"""TPUs' fused attention: flash attention in Pallas, with all schemes that depend on distance.
 
 No array over queries and keys is stored, so memory is linear in length. The kernels (forward.py,
 backward.py) compute whole sequences if the on-chip memory allows. Longer sequences, and those that
 are sharded over devices, are combined from pairs of a block of queries and a block of keys
 (blockwise.py, ring.py).
+
+The kernels know no position scheme by name. A scheme's `terms` (positions/base.py) are a vector of
+biases by distance (toeplitz.py) and tables of vectors by distance, whose products with queries,
+keys and weights the kernels add (content.py, terms.py).
 
 Supported are all plain masks (tiles.py), packed documents, padding, soft caps, sinks, dropout,
 grouped-query attention, any head size, and lengths that are no multiple of a block. On CPUs, the
@@ -34,7 +38,7 @@ from transformer.model.sharding import axis_of, platform
 def why_not(q, k, v, inputs: Inputs) -> str | None:
     """Returns why the backend does not support these inputs, in a few words, or None."""
     position, mask = inputs.logits_position, inputs.mask
-    by_distance = position is not None and position.is_distance_bias
+    by_distance = position is not None and position.has_terms
     in_order = inputs.q_tokens.order == inputs.k_tokens.order in ("contiguous", "zigzag")
     problems = {
         "it does not run on GPUs": platform() == "gpu",
@@ -49,7 +53,9 @@ def why_not(q, k, v, inputs: Inputs) -> str | None:
 def flash(q_BxTxNxH, k_BxSxKxH, v_BxSxKxV, inputs: Inputs) -> jax.Array:
     """Returns what `reference` returns."""
     inputs = inputs.by_index()
-    size = block_size(q_BxTxNxH.dtype.itemsize, q_BxTxNxH.shape[-1], v_BxSxKxV.shape[-1])
+    sizes, position = (q_BxTxNxH.shape[-1], v_BxSxKxV.shape[-1]), inputs.logits_position
+    tables = 0 if position is None else len(position.terms(jnp.zeros(1, jnp.int32), 1.0).tables)
+    size = block_size(q_BxTxNxH.dtype.itemsize, *sizes, tables)
     if _is_sharded(q_BxTxNxH):
         return ring(q_BxTxNxH, k_BxSxKxH, v_BxSxKxV, inputs, BlockPair(size))
     if max(q_BxTxNxH.shape[1], k_BxSxKxH.shape[1]) > size:
@@ -61,10 +67,10 @@ def _is_sharded(q_BxTxNxH) -> bool:
     return axis_of("length")[1] > 1 and q_BxTxNxH.shape[1] > 1
 
 
-def block_size(itemsize: int, H: int, V: int) -> int:
+def block_size(itemsize: int, H: int, V: int, tables: int) -> int:
     """Returns the largest number of tokens that fits into on-chip memory, a multiple of 128."""
     room = int(0.9 * memory()) - TILES
-    return max(room // bytes_per_token(itemsize, H, V) // LANES * LANES, LANES)
+    return max(room // bytes_per_token(itemsize, H, V, tables) // LANES * LANES, LANES)
 
 
 def _whole(q_BxTxNxH, k_BxSxKxH, v_BxSxKxV, inputs: Inputs) -> jax.Array:
@@ -122,5 +128,5 @@ class BlockPair:
         more = ((0, 0), (0, 0), (0, args[0].shape[2] - q_BxTxNxH.shape[1]))
         d_out = jnp.pad(by_head(d_out), (*more, (0, 0))).astype(v_BxSxKxV.dtype)
         lse, delta = (jnp.pad(x, more) for x in (lse, delta))
-        cast = lambda d, x: None if x is None else d.astype(x.dtype)
-        return pull(tuple(map(cast, call.backward(*args, lse, delta, d_out), args)))
+        grads = call.backward(*args, lse, delta, d_out)
+        return pull(jax.tree.map(lambda d, x: d.astype(x.dtype), grads, args[:4]))

@@ -21,7 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from transformer.model.attention_backends.flash import tiles, toeplitz
+from transformer.model.attention_backends.flash import content, tiles, toeplitz
 from transformer.model.attention_backends.flash.settings import (
     NN,
     NT,
@@ -29,11 +29,13 @@ from transformer.model.attention_backends.flash.settings import (
     Settings,
     f32,
     head_spec,
+    prepared,
     product,
     row_spec,
-    vector_spec,
+    term_spec,
 )
 from transformer.model.attention_backends.flash.tiles import LANES, Limits, widen
+from transformer.model.positions import Terms
 
 
 def backward(
@@ -42,21 +44,22 @@ def backward(
     k_BxKxSxH,
     v_BxKxSxV,
     limits: Limits,
-    bias_NxD,
+    terms: Terms,
     seed,
     lse_BxNxT,
     delta_BxNxT,
     d_out_BxNxTxV,
     learned: bool,
-) -> tuple[jax.Array, ...]:
-    """Returns the gradients of queries, keys, values and, if `learned`, the bias.
+) -> tuple:
+    """Returns the gradients of queries, keys, values and, if `learned`, the terms.
 
     `delta_BxNxT` is D. The gradients of keys and values are per query head, [B, N, S, ...].
     """
     (batch, heads, T, H), (_, kv_heads, S, V) = q_BxNxTxH.shape, v_BxKxSxV.shape
     t, s = settings.q_block, settings.k_block
-    vector = None if bias_NxD is None else toeplitz.packed(bias_NxD[:, ::-1])
-    gradient = vector if learned else None
+    terms = prepared(terms, k_BxKxSxH.dtype, reverse=True)
+    d_terms = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), terms)
+    d_terms = d_terms if learned else Terms(terms.scale)
     schedule = tiles.Schedule.of(jnp.swapaxes(limits.states(t, s), 1, 2))
     queries, keys = jax.tree.map(lambda x: x[:, None], (limits.queries, limits.keys))
     of_queries = head_spec(T, lambda n, j: (n, 0))
@@ -71,43 +74,44 @@ def backward(
             *(of_queries(H), of_keys(H), of_keys(V)),
             jax.tree.map(row_spec, queries),
             jax.tree.map(functools.partial(row_spec, block=s), keys),
-            vector_spec(vector),
+            jax.tree.map(term_spec, terms),
             *(row, row, of_queries(V)),
         ],
-        out_specs=[of_queries(H), of_results(H), of_results(V), vector_spec(gradient)],
+        out_specs=[of_queries(H), of_results(H), of_results(V), jax.tree.map(term_spec, d_terms)],
         out_shape=[
             settings.like(q_BxNxTxH, (batch, heads, T, H)),
             settings.like(k_BxKxSxH, (batch, heads, S, H)),
             settings.like(v_BxKxSxV, (batch, heads, S, V)),
-            jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), gradient),
+            d_terms,
         ],
         scratch_shapes=[
             *(f32(T, H), f32(s, H), f32(s, V)),
-            *(toeplitz.table(vector), toeplitz.table(gradient)),
+            *(toeplitz.table(terms.bias_NxD), toeplitz.table(d_terms.bias_NxD)),
             jax.tree.map(lambda x: pltpu.VMEM((s, LANES), x.dtype), keys),
             pltpu.VMEM((s, LANES), jnp.int32) if settings.dropout else None,
         ],
     )
     qkv = q_BxNxTxH, k_BxKxSxH, v_BxKxSxV
     rows = lse_BxNxT[:, :, None], delta_BxNxT[:, :, None], d_out_BxNxTxV
-    d_q, d_k, d_v, d_vector = call(schedule, seed, *qkv, queries, keys, vector, *rows)
-    return d_q, d_k, d_v, *([toeplitz.unpacked(d_vector)[:, ::-1]] if learned else [])
+    d_q, d_k, d_v, d_terms = call(schedule, seed, *qkv, queries, keys, terms, *rows)
+    if d_terms.bias_NxD is not None:
+        d_terms = d_terms.replace(bias_NxD=toeplitz.unpacked(d_terms.bias_NxD)[:, ::-1])
+    return d_q, d_k, d_v, *([d_terms] if learned else [])
 
 
 def _kernel(settings: Settings, schedule: tiles.Schedule, seed_ref, *refs):
-    q_ref, k_ref, v_ref, query_refs, key_refs, vector_ref, lse_ref, delta_ref, d_out_ref = refs[:9]
-    d_q_ref, d_k_ref, d_v_ref, d_vector_ref, d_q_sum, d_k_sum, d_v_sum = refs[9:16]
+    q_ref, k_ref, v_ref, query_refs, key_refs, tables, lse_ref, delta_ref, d_out_ref = refs[:9]
+    d_q_ref, d_k_ref, d_v_ref, d_tables, d_q_sum, d_k_sum, d_v_sum = refs[9:16]
     table_ref, d_table_ref, column_refs, bits_ref = refs[16:]
     t, s, T = settings.q_block, settings.k_block, q_ref.shape[0]
     sequence, block = pl.program_id(1), pl.program_id(2)
     is_last = lambda axis: pl.program_id(axis) == pl.num_programs(axis) - 1
     last_sequence, last_block = is_last(1), is_last(2)
-
     in_first = (sequence == 0) & (block == 0)
     if table_ref is not None:
-        pl.when(in_first)(lambda: toeplitz.build(vector_ref, table_ref))
-    if d_table_ref is not None:
-        pl.when(in_first)(lambda: _clear(d_table_ref))
+        pl.when(in_first)(lambda: toeplitz.build(tables.bias_NxD, table_ref))
+    for ref in jax.tree.leaves((d_table_ref, d_tables)):
+        pl.when(in_first)(functools.partial(_clear, ref))
     pl.when(block == 0)(lambda: _clear(d_q_sum))
     _clear(d_k_sum)
     _clear(d_v_sum)
@@ -116,37 +120,44 @@ def _kernel(settings: Settings, schedule: tiles.Schedule, seed_ref, *refs):
         bits = settings.token_bits(seed_ref)
         bits_ref[...] = bits(1, block, s, bits_ref.shape)
 
-    def add_tile(other, masked: bool):
+    def add_tile(other, masked: bool, kind: int):
         queries = pl.ds(pl.multiple_of(other * t, t), t)
-        q, d_out = q_ref[queries, :], d_out_ref[queries, :]
+        q, k, d_out = q_ref[queries, :], k_ref[...], d_out_ref[queries, :]
+        windows = content.Windows.of(tables, other * t, block * s, settings.reach, kind, "keys")
         of_tile = lambda: Limits(
             *jax.tree.map(lambda ref: ref[:, queries], query_refs),
             *(widen(ref[...], t) for ref in column_refs),
         )
         start = toeplitz.first_row(block * s, other * t, T)
-        products = product(k_ref[...], q, NT)
+        products = windows.add_products(product(k, q, NT), q, k)
         logits = settings.logits(products, table_ref, start, of_tile() if masked else None)
         weights = dropped = jnp.exp(logits - lse_ref[:, queries])
         d_weights = product(v_ref[...], d_out, NT)
+        if windows.values is not None:
+            d_weights += windows.values.expand(d_out, (s, t))
         if settings.dropout:
             q_bits, k_bits = bits(0, other, t, (1, t)), widen(bits_ref[...], t)
             dropped, d_weights = (settings.drop(x, q_bits, k_bits) for x in (weights, d_weights))
         d_v_sum[...] += product(dropped.astype(d_out.dtype), d_out, NN)
+        if windows.values is not None:
+            windows.values.gradient(dropped, d_out, d_tables.values_NxDxV)
         d_logits = weights * (d_weights - delta_ref[:, queries])
         if settings.soft_cap:
             d_logits *= 1.0 - jnp.minimum(jnp.square(logits / settings.soft_cap), 1.0)
         if d_table_ref is not None:
             toeplitz.accumulate(d_logits, d_table_ref, start)
+        windows.add_gradients(d_logits, q, k, d_q_sum.at[queries, :], d_k_sum, d_tables)
         d_logits = d_logits.astype(q.dtype)
         d_k_sum[...] += product(d_logits, q, NN)
-        d_q_sum[queries, :] += product(d_logits, k_ref[...], TN)
+        d_q_sum[queries, :] += product(d_logits, k, TN)
 
-    schedule.for_each_tile(add_tile)
+    schedule.for_each_tile(add_tile, settings.kinds)
     _write(d_k_ref, d_k_sum)
     _write(d_v_ref, d_v_sum)
     pl.when(last_block)(lambda: _write(d_q_ref, d_q_sum))
     if d_table_ref is not None:
-        pl.when(last_sequence & last_block)(lambda: toeplitz.collect(d_table_ref, d_vector_ref))
+        collect = functools.partial(toeplitz.collect, d_table_ref, d_tables.bias_NxD)
+        pl.when(last_sequence & last_block)(collect)
 
 
 def _clear(ref) -> None:

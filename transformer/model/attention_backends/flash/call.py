@@ -17,9 +17,11 @@ from transformer.model.attention_backends.base import Inputs, by_head
 from transformer.model.attention_backends.flash.backward import backward
 from transformer.model.attention_backends.flash.forward import forward
 from transformer.model.attention_backends.flash.settings import Settings
-from transformer.model.attention_backends.flash.tiles import LANES, Limits
+from transformer.model.attention_backends.flash.terms import kinds_of_tiles, prepare
+from transformer.model.attention_backends.flash.tiles import EACH, LANES, NONE, ONE, Limits
 from transformer.model.dropout import seeds
 from transformer.model.masks import REAL, pairs
+from transformer.model.positions import Terms
 from transformer.model.sharding import fitting, platform
 
 MEMORY = {"TPU v4": 16, "TPU v5": 64, "TPU v5p": 64, "TPU7x": 64}
@@ -33,15 +35,16 @@ TILES = 6 * 2**20
 """Bytes of on-chip memory for the tiles that a kernel works on."""
 
 
-def bytes_per_token(itemsize: int, H: int, V: int) -> int:
+def bytes_per_token(itemsize: int, H: int, V: int, tables: int) -> int:
     """Returns the on-chip memory that the backward pass needs per token.
 
     It holds queries, the gradients of outputs and of queries, each in two buffers; the sum of the
     gradients of queries; and rows of the bias table and of its gradient. A sequence has two rows
-    per token.
+    per token. So have the position scheme's tables of vectors and their gradients, in two buffers.
     """
     lanes = lambda size: -(-size // LANES) * LANES
-    return 2 * itemsize * (2 * lanes(H) + lanes(V)) + 4 * lanes(H) + 2 * 2 * 4 * LANES
+    of_tables = tables * 2 * 2 * (itemsize + 4) * lanes(max(H, V))
+    return 2 * itemsize * (2 * lanes(H) + lanes(V)) + 4 * lanes(H) + 2 * 2 * 4 * LANES + of_tables
 
 
 def memory() -> int:
@@ -62,7 +65,7 @@ class Call:
 
     settings: those of the kernels.
     scope: the name scope by which the planner counts FLOPs (model/masks.py).
-    learned: whether the bias has parameters.
+    learned: whether the terms have parameters.
     """
 
     settings: Settings
@@ -71,7 +74,7 @@ class Call:
 
     @staticmethod
     def of(q_BxTxNxH, k_BxSxKxH, v_BxSxKxV, inputs: Inputs, whole: bool) -> tuple["Call", tuple]:
-        """Returns (call, (q, k, v, bias, limits, seed)), padded to whole tiles and by head.
+        """Returns (call, (q, k, v, terms, limits, seed)), padded to whole tiles and by head.
 
         `whole`: there are no other queries and keys. Otherwise, results are float32.
         """
@@ -80,72 +83,78 @@ class Call:
         more_T, more_S = -T % t, -S % s
         # Where queries and keys start together, the tiles of a causal mask end less than a tile
         # after their queries.
-        causal = whole and inputs.mask.causal and inputs.q_tokens.until_BxT is None
-        causal &= inputs.first is None
-        reach = min(t + s - LANES, S + more_S) if causal else S + more_S
+        causal = inputs.mask.causal and inputs.q_tokens.until_BxT is None
+        together = causal and whole and inputs.first is None
+        reach = min(t + s - LANES, S + more_S) if together else S + more_S
         dropout = inputs.dropout if inputs.dropout_key is not None else 0.0
         position, seed = inputs.logits_position, jnp.zeros(4, jnp.int32)
         if dropout:
             first = seed[:2] if inputs.first is None else inputs.first
             seed = jnp.concatenate([seeds(inputs.dropout_key), first])
-        bias_NxD = None
+        terms, kinds = Terms(inputs.scale), None
         if position is not None:
             q_start, k_start = (x.positions_BxT[0, 0] for x in (inputs.q_tokens, inputs.k_tokens))
-            distances_D = q_start - k_start + jnp.arange(1 - reach, T + more_T, dtype=jnp.int32)
-            bias_NxD = position.distance_bias(distances_D)
-            bias_NxD = jnp.broadcast_to(bias_NxD, (N, distances_D.size)).astype(jnp.float32)
+            offset = q_start - k_start
+            distances_D = offset + jnp.arange(-reach, T + more_T + 1, dtype=jnp.int32)
+            qkv = q_BxTxNxH, k_BxSxKxH, v_BxSxKxV
+            q_BxTxNxH, k_BxSxKxH, v_BxSxKxV, terms = prepare(
+                *qkv, position, inputs.scale, distances_D
+            )
+            kinds = kinds_of_tiles(offset, (T + more_T, S + more_S), (t, s), terms.ends)
         pad = lambda x, size: jnp.pad(by_head(x), ((0, 0), (0, 0), (0, size), (0, 0)))
-        scaled = (q_BxTxNxH * inputs.scale).astype(k_BxSxKxH.dtype)
+        scaled = (q_BxTxNxH * terms.scale).astype(k_BxSxKxH.dtype)
         # XLA keeps arrays between kernels in the remaining memory.
         sizes = (k_BxSxKxH.dtype.itemsize, q_BxTxNxH.shape[-1], v_BxSxKxV.shape[-1])
-        vmem = max(T + more_T, S + more_S) * bytes_per_token(*sizes) + TILES
+        per_token = bytes_per_token(*sizes, len(terms.tables))
+        vmem = max(T + more_T, S + more_S) * per_token + TILES
         call = Call(
             Settings(
-                t, s, reach, inputs.soft_cap, dropout, N, not whole, vmem, platform() == "cpu"
+                *(t, s, reach, inputs.soft_cap, dropout, N, not whole, vmem, platform() == "cpu"),
+                (EACH,) if terms.ends is None else (EACH, NONE) if causal else (EACH, ONE, NONE),
             ),
             # The share of pairs that a causal mask allows differs between pairs of blocks.
             pairs(inputs.mask if whole else REAL, inputs.q_tokens, T + more_T, S + more_S),
             bool(jax.tree.leaves(position)),
         )
-        limits = Limits.of(inputs).pad(more_T, more_S)
+        limits = Limits.of(inputs).pad(more_T, more_S).replace(kinds_1xIxJ=kinds)
         q, k, v = pad(scaled, more_T), pad(k_BxSxKxH, more_S), pad(v_BxSxKxV, more_S)
-        return call, (q, k, v, bias_NxD, limits, seed)
+        return call, (q, k, v, terms, limits, seed)
 
-    def forward(self, q_BxNxTxH, k_BxKxSxH, v_BxKxSxV, bias_NxD, limits: Limits, seed):
+    def forward(self, q_BxNxTxH, k_BxKxSxH, v_BxKxSxV, terms: Terms, limits: Limits, seed):
         """Returns (out [B, N, T, V], log-sum-exp float32[B, N, T])."""
         qkv = (q_BxNxTxH, k_BxKxSxH, v_BxKxSxV)
-        return self._on_each_device(forward, 2, *qkv, bias_NxD, limits, seed)
+        return self._on_each_device(forward, 2, *qkv, terms, limits, seed)
 
-    def backward(self, q_BxNxTxH, k_BxKxSxH, v_BxKxSxV, bias_NxD, limits, seed, *of_queries):
-        """Returns the gradients of q, k, v and the bias.
+    def backward(self, q_BxNxTxH, k_BxKxSxH, v_BxKxSxV, terms, limits, seed, *of_queries):
+        """Returns the gradients of q, k, v and the terms.
 
         `of_queries` are the log-sum-exp, delta and the gradients of the outputs (backward.py).
         """
         kernel = functools.partial(backward, learned=self.learned)
-        args = (q_BxNxTxH, k_BxKxSxH, v_BxKxSxV, bias_NxD, limits, seed, *of_queries)
-        d_q, d_k, d_v, *d_bias = self._on_each_device(kernel, 3, *args, learned=self.learned)
+        args = (q_BxNxTxH, k_BxKxSxH, v_BxKxSxV, terms, limits, seed, *of_queries)
+        d_q, d_k, d_v, *d_terms = self._on_each_device(kernel, 3, *args, learned=self.learned)
         kv_heads = k_BxKxSxH.shape[1]
         of_group = lambda x: jnp.sum(x.reshape(len(x), kv_heads, -1, *x.shape[2:]), axis=2)
-        zero = None if bias_NxD is None else jnp.zeros_like(bias_NxD)
-        return d_q, of_group(d_k), of_group(d_v), d_bias[0] if self.learned else zero
+        d_terms = d_terms[0] if self.learned else jax.tree.map(jnp.zeros_like, terms)
+        return d_q, of_group(d_k), of_group(d_v), d_terms
 
     def _on_each_device(
-        self, kernel, results: int, q, k, v, bias_NxD, limits, seed, *more, learned: bool = False
+        self, kernel, results: int, q, k, v, terms, limits, seed, *more, learned: bool = False
     ):
-        """Calls kernel(settings, q, k, v, limits, bias, seed, *more) on every device.
+        """Calls kernel(settings, q, k, v, limits, terms, seed, *more) on every device.
 
-        `more` and the `results` results are [B, N, ...]. If `learned`, the gradient of the bias
-        follows, [N, D].
+        `more` and the `results` results are [B, N, ...]. If `learned`, the gradient of the terms
+        follows.
         """
         batch, heads = q.shape[:2]
         batch_axes, head_axes = fitting("batch", batch), fitting("activation_heads", heads)
         if head_axes != fitting("activation_heads", k.shape[1]):  # fewer key heads than devices
             k, v = (jnp.repeat(x, heads // x.shape[1], axis=1) for x in (k, v))
 
-        def local(q, k, v, limits, bias_NxD, seed, *more):
+        def local(q, k, v, limits, terms, seed, *more):
             index = lambda axes: jax.lax.axis_index(axes) if axes else 0
             seed = jnp.stack([*seed, index(batch_axes) * len(q), index(head_axes) * q.shape[1]])
-            out = kernel(self.settings, q, k, v, limits, bias_NxD, seed, *more)
+            out = kernel(self.settings, q, k, v, limits, terms, seed, *more)
             if learned and batch_axes:
                 out = (*out[:-1], jax.lax.psum(out[-1], batch_axes))
             return out
@@ -154,14 +163,14 @@ class Call:
         if not mesh.empty and (axes := set(mesh.axis_names) - set(mesh.manual_axes)):
             of_heads, by_sequence = P(batch_axes or None, head_axes or None), P(batch_axes or None)
             of_limits = jax.tree.map(lambda x: by_sequence if len(x) > 1 else P(), limits)
-            of_bias = None if bias_NxD is None else P(head_axes or None)
+            of_terms = jax.tree.map(lambda _: P(head_axes or None), terms)
             more_specs = [of_heads] * len(more)
             local = jax.shard_map(
                 local,
-                in_specs=(of_heads, of_heads, of_heads, of_limits, of_bias, P(), *more_specs),
-                out_specs=(*[of_heads] * results, *[of_bias] * learned),
+                in_specs=(of_heads, of_heads, of_heads, of_limits, of_terms, P(), *more_specs),
+                out_specs=(*[of_heads] * results, *[of_terms] * learned),
                 axis_names=axes,
                 check_vma=False,
             )
         with self.scope:
-            return local(q, k, v, limits, bias_NxD, seed, *more)
+            return local(q, k, v, limits, terms, seed, *more)

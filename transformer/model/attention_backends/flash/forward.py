@@ -20,31 +20,33 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from transformer.model.attention_backends.blockwise import LOWEST
-from transformer.model.attention_backends.flash import tiles, toeplitz
+from transformer.model.attention_backends.flash import content, tiles, toeplitz
 from transformer.model.attention_backends.flash.settings import (
     NN,
     NT,
     Settings,
     f32,
     head_spec,
+    prepared,
     product,
     row_spec,
-    vector_spec,
+    term_spec,
 )
 from transformer.model.attention_backends.flash.tiles import LANES, Limits, widen
+from transformer.model.positions import Terms
 
 
 def forward(
-    settings: Settings, q_BxNxTxH, k_BxKxSxH, v_BxKxSxV, limits: Limits, bias_NxD, seed
+    settings: Settings, q_BxNxTxH, k_BxKxSxH, v_BxKxSxV, limits: Limits, terms: Terms, seed
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the outputs, [B, N, T, V], and the log-sum-exp of the logits, float32[B, N, T].
 
-    Queries are scaled. `bias_NxD[:, d]` is the bias at distance d + 1 - settings.reach. The output
-    of a query without keys is zero, and its log-sum-exp is `LOWEST`.
+    Queries are scaled. `terms` are those of `Call.of`. The output of a query without keys is zero,
+    and its log-sum-exp is `LOWEST`.
     """
     (batch, heads, T, H), (_, kv_heads, S, V) = q_BxNxTxH.shape, v_BxKxSxV.shape
     t, s = settings.q_block, settings.k_block
-    vector = None if bias_NxD is None else toeplitz.packed(bias_NxD)
+    terms = prepared(terms, k_BxKxSxH.dtype)
     schedule = tiles.Schedule.of(limits.states(t, s))
     queries, keys = jax.tree.map(lambda x: x[:, None], (limits.queries, limits.keys))
     of_queries = head_spec(t, lambda n, i: (n, i))
@@ -57,7 +59,7 @@ def forward(
             *(of_queries(H), of_keys(H), of_keys(V)),
             jax.tree.map(functools.partial(row_spec, block=t), queries),
             jax.tree.map(row_spec, keys),
-            vector_spec(vector),
+            jax.tree.map(term_spec, terms),
         ],
         out_specs=[
             of_queries(V),
@@ -69,23 +71,23 @@ def forward(
         ],
         scratch_shapes=[
             *(f32(t, LANES), f32(t, LANES), f32(t, V)),
-            toeplitz.table(vector),
+            toeplitz.table(terms.bias_NxD),
             jax.tree.map(lambda x: pltpu.VMEM((t, LANES), x.dtype), queries),
             pltpu.VMEM((t, LANES), jnp.int32) if settings.dropout else None,
         ],
     )
-    out, lse = call(schedule, seed, q_BxNxTxH, k_BxKxSxH, v_BxKxSxV, queries, keys, vector)
+    out, lse = call(schedule, seed, q_BxNxTxH, k_BxKxSxH, v_BxKxSxV, queries, keys, terms)
     return out, lse[:, :, 0]
 
 
 def _kernel(settings: Settings, schedule: tiles.Schedule, seed_ref, *refs):
-    q_ref, k_ref, v_ref, query_refs, key_refs, vector_ref, out_ref, lse_ref = refs[:8]
+    q_ref, k_ref, v_ref, query_refs, key_refs, tables, out_ref, lse_ref = refs[:8]
     m_ref, l_ref, sum_ref, table_ref, column_refs, bits_ref = refs[8:]
     t, s = settings.q_block, settings.k_block
     block, V = pl.program_id(2), v_ref.shape[-1]
     if table_ref is not None:
         in_first = (pl.program_id(1) == 0) & (block == 0)
-        pl.when(in_first)(lambda: toeplitz.build(vector_ref, table_ref))
+        pl.when(in_first)(lambda: toeplitz.build(tables.bias_NxD, table_ref))
     jax.tree.map(tiles.write_column, column_refs, query_refs)
     m_ref[...] = jnp.full_like(m_ref, LOWEST)
     l_ref[...] = jnp.zeros_like(l_ref)
@@ -94,14 +96,16 @@ def _kernel(settings: Settings, schedule: tiles.Schedule, seed_ref, *refs):
         bits = settings.token_bits(seed_ref)
         bits_ref[...] = bits(0, block, t, bits_ref.shape)
 
-    def add_tile(other, masked: bool):
+    def add_tile(other, masked: bool, kind: int):
         keys = pl.ds(pl.multiple_of(other * s, s), s)
         of_tile = lambda: Limits(
             *jax.tree.map(lambda ref: widen(ref[...], s), column_refs),
             *(ref[:, keys] for ref in key_refs),
         )
         start = toeplitz.first_row(block * t, other * s, settings.reach)
-        products = product(q_ref[...], k_ref[keys, :], NT)
+        q, k = q_ref[...], k_ref[keys, :]
+        windows = content.Windows.of(tables, block * t, other * s, settings.reach, kind, "queries")
+        products = windows.add_products(product(q, k, NT), q, k)
         logits = settings.logits(products, table_ref, start, of_tile() if masked else None)
         old_m, old_l = m_ref[...], l_ref[...]
         m = jnp.maximum(old_m, jnp.max(logits, axis=1, keepdims=True))
@@ -113,9 +117,11 @@ def _kernel(settings: Settings, schedule: tiles.Schedule, seed_ref, *refs):
             k_bits = bits(1, other, s, (1, s))
             weights = settings.drop(weights, widen(bits_ref[...], s), k_bits)
         read = product(weights.astype(v_ref.dtype), v_ref[keys, :], NN)
+        if windows.values is not None:
+            read += windows.values.read(weights)
         sum_ref[...] = widen(rescale, V) * sum_ref[...] + read
 
-    schedule.for_each_tile(add_tile)
+    schedule.for_each_tile(add_tile, settings.kinds)
     total = jnp.where(l_ref[...] > 0, l_ref[...], 1.0)
     out_ref[...] = (sum_ref[...] / widen(total, V)).astype(out_ref.dtype)
     lse_ref[...] = (m_ref[...] + jnp.log(total)).T[:1]

@@ -12,8 +12,9 @@ from jax.experimental.pallas import tpu as pltpu
 
 from transformer.model.attention_backends.blockwise import MASKED
 from transformer.model.attention_backends.flash import toeplitz
-from transformer.model.attention_backends.flash.tiles import Limits
+from transformer.model.attention_backends.flash.tiles import EACH, Limits
 from transformer.model.dropout import keep_pairs, token_bits
+from transformer.model.positions import Terms
 
 NT, NN, TN = (((1,), (1,)), ((), ())), (((1,), (0,)), ((), ())), (((0,), (0,)), ((), ()))
 """Dimension numbers of products with both operands as they are (NN) or with one transposed."""
@@ -30,6 +31,7 @@ class Settings:
     heads: query heads on all devices.
     exact: whether results are float32. Otherwise, they have the type of what they belong to.
     vmem: bytes of on-chip memory that a kernel may use.
+    kinds: the kinds of tiles that may occur (tiles.py).
     """
 
     q_block: int
@@ -41,6 +43,7 @@ class Settings:
     exact: bool = False
     vmem: int = 96 * 2**20
     interpret: bool = False
+    kinds: tuple[int, ...] = (EACH,)
 
     def like(self, x: jax.Array, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
         """Returns the shape and type of a result that belongs to `x`."""
@@ -119,6 +122,16 @@ def f32(*shape: int):
     return pltpu.VMEM(shape, jnp.float32)
 
 
-def vector_spec(x: jax.Array | None) -> pl.BlockSpec | None:
-    """The vector of a head, of [N, 8, D]."""
-    return None if x is None else pl.BlockSpec((None, *x.shape[1:]), lambda n, *_: (n, 0, 0))
+def prepared(terms: Terms, dtype, reverse: bool = False) -> Terms:
+    """Returns the terms as the kernels need them: a packed bias, and tables of this type.
+
+    The bias is reversed for tiles whose lanes are queries.
+    """
+    bias_NxD = terms.bias_NxD[:, ::-1] if reverse and terms.bias_NxD is not None else terms.bias_NxD
+    tables = jax.tree.map(lambda x: x.astype(dtype), terms.replace(bias_NxD=None))
+    return tables.replace(bias_NxD=toeplitz.packed(bias_NxD))
+
+
+def term_spec(x: jax.Array) -> pl.BlockSpec:
+    """The vector or the table of a head, of [N, 8, D] or [N, D, H]."""
+    return pl.BlockSpec((None, *x.shape[1:]), lambda n, *_: (n, 0, 0))

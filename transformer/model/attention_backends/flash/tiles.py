@@ -24,6 +24,10 @@ from transformer.model.attention_backends.base import Inputs
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 
+EACH, ONE, NONE = 0, 2, 4
+"""The kind of a tile, which is added to its state: whether a position scheme has a vector for each
+distance in it, one for all, or none. Tiles of the first kind are not FULL if there are others."""
+
 LANES = 128
 """The number of elements in a row of a TPU's vector registers."""
 
@@ -34,6 +38,7 @@ class Limits:
 
     A mask without a window has no `first`; a bidirectional one without a window has no `last`.
     Padding has the segments -1 among the queries and -2 among the keys, which match nothing.
+    `kinds` are those of all tiles; None if all tiles are of the kind EACH.
     """
 
     q_segments: jax.Array
@@ -41,6 +46,7 @@ class Limits:
     q_last: jax.Array | None
     k_segments: jax.Array
     k_positions: jax.Array
+    kinds_1xIxJ: jax.Array | None = None
 
     @staticmethod
     def of(inputs: Inputs) -> "Limits":
@@ -84,7 +90,7 @@ class Limits:
         return allowed
 
     def states(self, t: int, s: int) -> jax.Array:
-        """Returns int32[B, I, J]: whether each tile is EMPTY, PARTIAL or FULL.
+        """Returns int32[B, I, J]: whether each tile is EMPTY, PARTIAL or FULL, plus its kind.
 
         A tile may be PARTIAL although its mask is empty or full.
         """
@@ -103,7 +109,10 @@ class Limits:
         if self.q_last is not None:
             lowest, highest = of_queries(self.q_last)
             empty, full = empty | (near > highest), full & (far <= lowest)
-        return jnp.where(empty, EMPTY, jnp.where(full, FULL, PARTIAL)).astype(jnp.int32)
+        used = jnp.where(full, FULL, PARTIAL)
+        if self.kinds_1xIxJ is not None:
+            used = jnp.where(self.kinds_1xIxJ == EACH, PARTIAL, used + self.kinds_1xIxJ)
+        return jnp.where(empty, EMPTY, used).astype(jnp.int32)
 
 
 def write_column(column_ref, row_ref) -> None:
@@ -145,14 +154,16 @@ class Schedule:
             batch > 1,
         )
 
-    def for_each_tile(self, process: Callable) -> None:
-        """Calls process(j, masked) for the tiles of a kernel's current block."""
+    def for_each_tile(self, process: Callable, kinds: tuple[int, ...]) -> None:
+        """Calls process(j, masked, kind) for the tiles of a kernel's current block."""
         rows, columns = self.blocks
         block = pl.program_id(2) + (pl.program_id(1) * rows if self.batched else 0)
 
         def step(j, _):
             state = self.states[block * columns + j]
-            pl.when(state == PARTIAL)(lambda: process(j, True))
-            pl.when(state == FULL)(lambda: process(j, False))
+            for kind in kinds:
+                pl.when(state == PARTIAL + kind)(lambda kind=kind: process(j, True, kind))
+                if kind != EACH or len(kinds) == 1:
+                    pl.when(state == FULL + kind)(lambda kind=kind: process(j, False, kind))
 
         lax.fori_loop(self.first[block], self.end[block], step, None)
