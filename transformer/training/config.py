@@ -30,17 +30,12 @@ def _of_optimizers(field: str) -> Effect:
 
 _OPTIMIZER_EFFECTS = (
     *map(_of_optimizers, ("b1", "b2", "epsilon", "momentum")),
-    Effect(
-        ("decay_fraction", "decay_ends"),
-        "optimizer.schedule='wsd'",
-        lambda c: c.schedule == "wsd",
-    ),
-    Effect(
-        ("final_fraction",),
-        "a schedule with a final rate: optimizer.schedule='cosine', 'linear' or 'wsd'",
-        lambda c: c.schedule in ("cosine", "linear", "wsd"),
-    ),
-)
+    Effect(("decay_fraction", "decay_ends"),
+           "optimizer.schedule='wsd'", lambda c: c.schedule == "wsd"),
+    Effect(("final_fraction",),
+           "a schedule with a final rate: optimizer.schedule='cosine', 'linear' or 'wsd'",
+           lambda c: c.schedule in ("cosine", "linear", "wsd")),
+)  # fmt: skip
 
 
 @strict("optimizer", _OPTIMIZER_EFFECTS)
@@ -94,23 +89,16 @@ class OptimizerConfig:
 
 
 _TRAIN_EFFECTS = (
-    Effect(
-        ("average_checkpoints",),
-        "as many checkpoints in train.steps: a smaller train.checkpoint_every (0 saves only at the "
-        "end)",
-        lambda c: c.checkpoint_every and -(-c.steps // c.checkpoint_every) >= c.average_checkpoints,
-    ),
-    Effect(
-        ("init_new", "init_drop", "init_positions"),
-        "parameters to start from: train.init_from",
-        lambda c: c.init_from,
-    ),
-    Effect(
-        ("profile",),
-        "a step to trace: train.steps > 10, because tracing begins after step 10",
-        lambda c: c.steps > 10,
-    ),
-)
+    Effect(("average_checkpoints",),
+           "as many checkpoints in train.steps: a smaller train.checkpoint_every (0 saves only at "
+           "the end)",
+           lambda c: (c.checkpoint_every
+                      and -(-c.steps // c.checkpoint_every) >= c.average_checkpoints)),
+    Effect(("init_new", "init_drop", "init_positions"),
+           "parameters to start from: train.init_from", lambda c: c.init_from),
+    Effect(("profile",), "a step to trace: train.steps > 10, because tracing begins after step 10",
+           lambda c: c.steps > 10),
+)  # fmt: skip
 
 
 @strict("train", _TRAIN_EFFECTS)
