@@ -8,7 +8,6 @@ from transformer.evaluation.evaluators.base import EVALUATORS, Evaluator, Metric
 
 
 @EVALUATORS.register("extrapolation")
-@dataclasses.dataclass(frozen=True)
 class Extrapolation(Evaluator):
     """Loss of a language model in sequences of 1, 2, 4, ..., `times` training lengths.
 

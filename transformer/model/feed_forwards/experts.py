@@ -22,7 +22,6 @@ token, C capacity slots per expert and sequence, n pairs of a token and one of i
 the input and output sizes of a matrix.
 """
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -51,7 +50,6 @@ MAX_EXPERTS = 4096
 
 
 @FEED_FORWARDS.register("experts")
-@dataclasses.dataclass(frozen=True)
 class Mixture(FeedForward):
     """A mixture of experts, each a feed-forward of `d_ff`."""
 

@@ -5,7 +5,6 @@ past tokens that the convolution reads (conv - 1, but at least 1), L = W + T, F 
 channels per head, X chunks, C tokens per chunk.
 """
 
-import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -33,7 +32,6 @@ class GatedDeltaState(NamedTuple):
 
 
 @MIXERS.register("gated_delta")
-@dataclasses.dataclass(frozen=True)
 class GatedDelta(Mixer):
     """Gated DeltaNet: a linear memory with a forget gate and delta-rule writes (Yang et al. 2024).
 

@@ -29,7 +29,6 @@ class Latent(NamedTuple):
 
 
 @MIXERS.register("mla")
-@dataclasses.dataclass(frozen=True)
 class MLA(Mixer):
     """Multi-head latent attention: all keys and values come from one small vector per token
     (DeepSeek-AI 2024, "DeepSeek-V2").

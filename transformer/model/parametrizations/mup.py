@@ -1,6 +1,5 @@
 """muP and CompleteP: the best learning rate of a small model is also that of a large one."""
 
-import dataclasses
 import math
 from fractions import Fraction
 from typing import ClassVar
@@ -15,7 +14,6 @@ WIDTHS = ("d_model", "d_ff", "num_heads", "d_head", "d_value")
 
 
 @PARAMETRIZATIONS.register("mup")
-@dataclasses.dataclass(frozen=True)
 class MuP(Parametrization):
     """The maximal update parametrization, for width (Yang et al. 2022, Tensor Programs V, table 8).
 
@@ -87,7 +85,6 @@ class MuP(Parametrization):
 
 
 @PARAMETRIZATIONS.register("completep")
-@dataclasses.dataclass(frozen=True)
 class CompleteP(MuP):
     """CompleteP: muP, with multipliers for depth (Dey et al. 2025, table 1).
 

@@ -61,7 +61,6 @@ class Scaling:
 
 
 @SCALINGS.register("linear")
-@dataclasses.dataclass(frozen=True)
 class LinearScaling(Scaling):
     """f_i / factor, or "position interpolation" (Chen et al. 2023)."""
 
@@ -72,7 +71,6 @@ class LinearScaling(Scaling):
 
 
 @SCALINGS.register("proportional")
-@dataclasses.dataclass(frozen=True)
 class Proportional(Scaling):
     """f_i for the fastest floor(share d/2) pairs, and 0 for the others, which ignore positions.
 
@@ -97,7 +95,6 @@ class Proportional(Scaling):
 
 
 @SCALINGS.register("ntk")
-@dataclasses.dataclass(frozen=True)
 class NTKScaling(Scaling):
     """Replaces theta by theta * factor^(d / (d - 2)) ("NTK-aware" scaling).
 
@@ -113,7 +110,6 @@ class NTKScaling(Scaling):
 
 
 @SCALINGS.register("dynamic")
-@dataclasses.dataclass(frozen=True)
 class DynamicScaling(Scaling):
     """NTK with a factor that grows with the sequence length.
 
@@ -138,7 +134,6 @@ class DynamicScaling(Scaling):
 
 
 @SCALINGS.register("longrope")
-@dataclasses.dataclass(frozen=True)
 class LongRoPEScaling(Scaling):
     """f_i / short_i in sequences of up to `original_length` tokens, and f_i / long_i in longer ones
     (Ding et al. 2024, "LongRoPE"; Phi-3).
@@ -169,7 +164,6 @@ class LongRoPEScaling(Scaling):
 
 
 @SCALINGS.register("yarn")
-@dataclasses.dataclass(frozen=True)
 class YaRNScaling(Scaling):
     """Scales only slow pairs (Peng et al. 2023, "YaRN").
 
@@ -211,7 +205,6 @@ class YaRNScaling(Scaling):
 
 
 @SCALINGS.register("llama3")
-@dataclasses.dataclass(frozen=True)
 class Llama3Scaling(Scaling):
     """Scales only long wavelengths (Llama 3.1).
 

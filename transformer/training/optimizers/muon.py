@@ -3,7 +3,6 @@
 Shape suffixes: G matrices of equal shape, n rows and m columns with n <= m.
 """
 
-import dataclasses
 import itertools
 import math
 import re
@@ -27,7 +26,6 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
 @OPTIMIZERS.register("muon")
-@dataclasses.dataclass(frozen=True)
 class Muon(Optimizer):
     """Muon for the matrices of layers, and AdamW for all other parameters.
 
