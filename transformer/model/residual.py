@@ -15,9 +15,11 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from flax.linen.initializers import constant
 
 from transformer.model.config import ModelConfig
 from transformer.model.dropout import Dropout, rate_of
+from transformer.model.initializers import declare
 from transformer.model.placements import Placement
 from transformer.model.sharding import constrain
 from transformer.model.watch import watched
@@ -53,10 +55,10 @@ class Residual(nn.Module):
             h = Dropout(rate_of(self.config, dropout_rate))(h, deterministic)
             h = norm(name="res_norm" + suffix)(h) if p.res_norm else h
             if p.gate:
-                h = self._learned("gate" + suffix, 0.0, ()).astype(h.dtype) * h
+                h = declare(self, "gate" + suffix, constant(0.0), (), ()).astype(h.dtype) * h
             if p.layer_scale:
-                scale_D = self._learned("layer_scale" + suffix, p.layer_scale, h.shape[-1:])
-                h = scale_D.astype(h.dtype) * h
+                start, name = constant(p.layer_scale), "layer_scale" + suffix
+                h = declare(self, name, start, ("norm",), h.shape[-1:]).astype(h.dtype) * h
             h = h * p.branch_scale if p.branch_scale != 1.0 else h
             y = h if y is None else y + h
         if watched(self, "sizes"):
@@ -65,11 +67,6 @@ class Residual(nn.Module):
             self.sow("sizes", "sizes", {"stream": size(x_BxTxD), "kept": kept, "branch": branch})
         y = norm(name="out_norm")(y) if p.out_norm else y
         return constrain(y, ("batch", "stream", "activation_embed"))
-
-    def _learned(self, name: str, start: float, shape: tuple[int, ...]) -> jax.Array:
-        constant, names = nn.initializers.constant(start), ("norm",)[: len(shape)]
-        init = nn.with_logical_partitioning(constant, names)
-        return self.param(name, init, shape, self.config.param_dtype)
 
 
 def rms(x_BxTxD: jax.Array, segments_BxT: jax.Array) -> jax.Array:

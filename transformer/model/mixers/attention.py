@@ -18,6 +18,7 @@ from transformer.model import attention_backends, attention_statistics
 from transformer.model.attention_backends.base import by_head
 from transformer.model.cache import Shared, empty_slots, extend
 from transformer.model.config import ModelConfig
+from transformer.model.initializers import declare
 from transformer.model.linear import Linear
 from transformer.model.masks import CAUSAL, SAME_SEGMENT, Mask, Tokens, window
 from transformer.model.mixers.base import MIXERS, SHARED_FIELDS, SOURCE_MIXERS, Context, Mixer
@@ -206,8 +207,7 @@ def inner_attention(
     cfg = module.config
     sink_N = None
     if cfg.attention_sink:
-        zeros = nn.with_logical_partitioning(nn.initializers.zeros, ("heads",))
-        sink_N = module.param("sink", zeros, (cfg.num_heads,), cfg.param_dtype)
+        sink_N = declare(module, "sink", nn.initializers.zeros, ("heads",), (cfg.num_heads,))
     scale = size**-0.5 * (cfg.base.head_size / cfg.head_size) ** 0.5
     scale = scale if cfg.attention_scale is None else cfg.attention_scale
     tokens, soft_cap = (q_tokens, k_tokens), cfg.attention_soft_cap
