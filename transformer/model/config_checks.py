@@ -110,17 +110,8 @@ def _check_combinations(config) -> None:
         problem = "an encoder_decoder generates text and has no labels"
         raise UserError(f"model.num_labels: {problem}; set model.family='encoder' or 'decoder'")
     if config.is_encoder_decoder and config.pooling != "none":
-        raise UserError(
-            f"model.pooling: {config.pooling!r} is for labels, and model.family = "
-            f"{config.family!r} generates text; leave it at 'none'"
-        )
-    if config.is_encoder_decoder and all(
-        mixer.source == "none" for mixer in config.mixers_of("decoder")
-    ):
-        raise UserError(
-            "model.mixer.source: 'none' in all layers of the decoder leaves the encoder unused; "
-            "choose another value in one of them, or set model.family='decoder'"
-        )
+        problem = "is for labels, and an encoder_decoder generates text"
+        raise UserError(f"model.pooling: {config.pooling!r} {problem}; leave it at 'none'")
     _check_sources(config)
     if config.random_positions and config.random_positions < config.max_length:
         problem = f"{config.random_positions} is less than model.max_length = {config.max_length}"
@@ -140,13 +131,16 @@ def _check_sources(config) -> None:
     """Checks the mixers' option `source`, which only affects a decoder with an encoder."""
     if not config.is_encoder_decoder:
         return
+    if all(mixer.source == "none" for mixer in config.mixers_of("decoder")):
+        problem = "'none' in all layers of the decoder leaves the encoder unused"
+        way_out = "choose another value in one of them, or set model.family='decoder'"
+        raise UserError(f"model.mixer.source: {problem}; {way_out}")
     for mixer in set(config.mixers_of("encoder")) - set(config.mixers_of("decoder")):
         source = {field.name: field for field in dataclasses.fields(mixer)}.get("source")
         if source and mixer.source != source.default:
-            raise UserError(
-                f"model.layer_pattern: source = {mixer.source!r} has no effect, because no layer "
-                f"of the decoder has this mixer; leave it at {source.default!r}"
-            )
+            problem = f"source = {mixer.source!r} has no effect"
+            why = f"no layer of the decoder has this mixer; leave it at {source.default!r}"
+            raise UserError(f"model.layer_pattern: {problem}, because {why}")
 
 
 def _check_layers(config) -> None:
@@ -157,10 +151,8 @@ def _check_layers(config) -> None:
             raise UserError(f"model.layer_pattern: {problem}; {', '.join(PER_LAYER_FIELDS)} can")
         kind = int if field == "window" else (str, FrozenDict)
         if not isinstance(value, kind) or isinstance(value, bool):
-            raise UserError(
-                f"model.layer_pattern: {field} = {value!r}; a window is a number, "
-                "the other fields are a name or {'name': ...}"
-            )
+            kinds = "a window is a number, the other fields are a name or {'name': ...}"
+            raise UserError(f"model.layer_pattern: {field} = {value!r}; {kinds}")
         if field == "window" and value < 0:
             raise UserError(f"model.window: {value} is too small; at least 0")
     for side in config.sides:
@@ -169,10 +161,8 @@ def _check_layers(config) -> None:
     for entry in config.used_pattern:
         mixer = MIXERS.build(entry.get("mixer", config.mixer))
         if entry.get("window") and "window" not in mixer.fields:
-            raise UserError(
-                f"model.layer_pattern: window = {entry['window']} has no effect with mixer = "
-                f"{plain(entry.get('mixer', config.mixer))!r}; leave it out"
-            )
+            problem = f"window = {entry['window']} has no effect with mixer = {mixer.name!r}"
+            raise UserError(f"model.layer_pattern: {problem}; leave it out")
     layers = [layer for side in config.sides for layer in config.layers(side)]
     for spec in dict.fromkeys(layer.position for layer in layers):
         matches = [layer for layer in layers if layer.position == spec]
@@ -205,8 +195,6 @@ def _check_layer(config, side: str) -> None:
     if problem := config.position_acts and scheme.check(config.stack_facts(side)):
         raise UserError(problem)
     if not mixer.in_order and not scheme.hooks <= mixer.hooks:
-        raise UserError(
-            f"model.position: {plain(config.position)!r} does not support mixer = "
-            f"{plain(config.mixer)!r}, which does not apply "
-            f"{' and '.join(sorted(scheme.hooks - mixer.hooks))}; choose another"
-        )
+        problem = f"{scheme.name!r} does not support mixer = {mixer.name!r}"
+        why = f"which does not apply {' and '.join(sorted(scheme.hooks - mixer.hooks))}"
+        raise UserError(f"model.position: {problem}, {why}; choose another")

@@ -72,15 +72,11 @@ class OptimizerConfig:
         if not 0 < self.decay_fraction <= 1:
             raise UserError(f"optimizer.decay_fraction: {self.decay_fraction} must lie in (0, 1]")
         if any(b <= a for a, b in itertools.pairwise((self.warmup_steps, *self.decay_ends))):
-            raise UserError(
-                f"optimizer.decay_ends: {self.decay_ends} must increase, after warmup_steps = "
-                f"{self.warmup_steps}"
-            )
+            first = f"after warmup_steps = {self.warmup_steps}"
+            raise UserError(f"optimizer.decay_ends: {self.decay_ends} must increase, {first}")
         if self.schedule == "inverse_sqrt" and not self.warmup_steps:
-            raise UserError(
-                "optimizer.warmup_steps: 0, but schedule 'inverse_sqrt' divides by it; set it to 1 "
-                "or more"
-            )
+            problem = "0, but schedule 'inverse_sqrt' divides by it"
+            raise UserError(f"optimizer.warmup_steps: {problem}; set it to 1 or more")
 
     @property
     def rule(self) -> Optimizer:
@@ -137,22 +133,16 @@ class TrainConfig:
         at_least("train", self, 0, *counts, "z_loss", "profile")
         in_unit_interval("train", self, "label_smoothing", "ema_decay")
         one_of("train.init_positions", self.init_positions, ("same", "extend", "interpolate"))
+        field = "train.average_checkpoints"
         if self.average_checkpoints == 1:
-            raise UserError(
-                "train.average_checkpoints: 1 averages nothing, like 0; "
-                "set it to 0, or to 2 or more"
-            )
+            raise UserError(f"{field}: 1 averages nothing, like 0; set it to 0, or to 2 or more")
         if self.average_checkpoints > self.keep_checkpoints:
-            raise UserError(
-                f"train.average_checkpoints: {self.average_checkpoints}, but "
-                f"train.keep_checkpoints = {self.keep_checkpoints}; increase "
-                "train.keep_checkpoints"
-            )
+            kept = f"but train.keep_checkpoints = {self.keep_checkpoints}"
+            way_out = "increase train.keep_checkpoints"
+            raise UserError(f"{field}: {self.average_checkpoints}, {kept}; {way_out}")
         if self.average_checkpoints > 1 and self.ema_decay:
-            raise UserError(
-                "train.average_checkpoints and train.ema_decay: both average the parameters; set "
-                "one of them to 0"
-            )
+            problem = "both average the parameters; set one of them to 0"
+            raise UserError(f"{field} and train.ema_decay: {problem}")
 
 
 class TrainTask(Task, Protocol):

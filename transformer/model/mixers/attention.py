@@ -47,10 +47,9 @@ class SelfAttention(Mixer):
     def check(self, config, side):
         size = config.num_heads * config.value_size
         if not config.attention_out and size != config.d_model:
-            return (
-                f"model.attention_out: False leaves num_heads * d_value = {size} outputs, but "
-                f"model.d_model = {config.d_model}; set it to True, or change a size"
-            )
+            outputs = f"num_heads * d_value = {size} outputs, but model.d_model = {config.d_model}"
+            way_out = "set it to True, or change a size"
+            return f"model.attention_out: False leaves {outputs}; {way_out}"
         return None
 
     def build(self, config, side, gain, out_gain):
@@ -58,10 +57,8 @@ class SelfAttention(Mixer):
 
     def empty_state(self, config, batch, slots):
         """Returns empty keys and values. A layer with a window has at most `window` slots."""
-        return KeyValue(
-            empty_slots(config, batch, slots, config.kv_heads, config.key_size("decoder")),
-            empty_slots(config, batch, slots, config.kv_heads, config.value_size),
-        )
+        sizes = config.key_size("decoder"), config.value_size
+        return KeyValue(*(empty_slots(config, batch, slots, config.kv_heads, n) for n in sizes))
 
 
 @SOURCE_MIXERS.register("cross_attention")

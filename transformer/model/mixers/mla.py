@@ -79,11 +79,8 @@ class MLA(Mixer):
         return functools.partial(LatentAttention, config, side, gain, out_gain, *sizes)
 
     def empty_state(self, config, batch, slots):
-        facts = config.stack_facts("decoder")
-        return Latent(
-            empty_slots(config, batch, slots, self.sizes(config)[0]),
-            empty_slots(config, batch, slots, build(config.layer_position).key_size(facts)),
-        )
+        sizes = self.sizes(config)[0], config.key_size("decoder")
+        return Latent(*(empty_slots(config, batch, slots, size) for size in sizes))
 
 
 class LatentAttention(nn.Module):

@@ -100,10 +100,8 @@ def _axes(path: str, x: Any, per_head: bool) -> Axes | None:
     if not _is_box(x):
         if not re.match(r"(encoder|decoder)/layers", path):
             return None
-        raise UserError(
-            f"optimizer.name: 'muon' needs the logical axes of {path}; initialize its state with "
-            "the parameters that model.init_with_axes returns"
-        )
+        way_out = "initialize its state with the parameters that model.init_with_axes returns"
+        raise UserError(f"optimizer.name: 'muon' needs the logical axes of {path}; {way_out}")
     if role(path, x.names) != "matrix":
         return None
     return matrix_axes(x.names, STACKED | ({"heads", "kv_heads"} if per_head else set()))
@@ -166,8 +164,6 @@ def _is_box(x) -> bool:
 
 def _split(tree, leaves: list, axes: tuple[Axes | None, ...]) -> tuple[Any, Any]:
     """Returns the tree of matrices and that of other parameters. Each has None for the others."""
-    pairs = list(zip(leaves, axes, strict=True))
-    return (
-        tree.unflatten([None if a is None else x for x, a in pairs]),
-        tree.unflatten([x if a is None else None for x, a in pairs]),
-    )
+    matrices = [None if a is None else x for x, a in zip(leaves, axes, strict=True)]
+    others = [x if a is None else None for x, a in zip(leaves, axes, strict=True)]
+    return tree.unflatten(matrices), tree.unflatten(others)
