@@ -48,7 +48,6 @@ def check(config) -> None:
 
 
 def _check_values(config) -> None:
-    """Checks each field by itself."""
     if config.family in FORMER_FAMILIES:
         way_out = FORMER_FAMILIES[config.family]
         raise UserError(f"model.family: {config.family!r} is no longer a family; {way_out}")
@@ -79,7 +78,6 @@ def _check_values(config) -> None:
 
 
 def _check_sizes(config) -> None:
-    """Checks the numbers of heads and layers."""
     if mixer_reads("num_heads")(config) and not config.d_head and config.d_model % config.num_heads:
         problem = f"{config.d_model} is not divisible by model.num_heads = {config.num_heads}"
         raise UserError(f"model.d_model: {problem}; change one, or set model.d_head")
@@ -144,7 +142,6 @@ def _check_sources(config) -> None:
 
 
 def _check_layers(config) -> None:
-    """Checks `layer_pattern` and the components of each layer."""
     for field, value in [item for entry in config.layer_pattern for item in entry.items()]:
         if field not in PER_LAYER_FIELDS:
             problem = f"{field!r} cannot differ between layers"
@@ -172,7 +169,6 @@ def _check_layers(config) -> None:
 
 
 def _check_rounds(config) -> None:
-    """Checks that the rounds of a pipeline divide the layers of each stack."""
     rounds = config.pipeline_rounds
     if rounds > 1 and not config.scan_layers:
         raise UserError(f"model.pipeline_rounds: {rounds} needs model.scan_layers=True; set it")

@@ -20,6 +20,7 @@ from flax.linen.initializers import constant
 from transformer.model.config import ModelConfig
 from transformer.model.dropout import Dropout, rate_of
 from transformer.model.initializers import declare
+from transformer.model.mixers.base import Context
 from transformer.model.placements import Placement
 from transformer.model.sharding import constrain
 from transformer.model.watch import watched
@@ -36,12 +37,7 @@ class Residual(nn.Module):
 
     @nn.compact
     def __call__(
-        self,
-        x_BxTxD: jax.Array,
-        *sublayers: Callable[[jax.Array], jax.Array],
-        segments_BxT: jax.Array,
-        deterministic: bool,
-        dropout_rate: jax.Array | None = None,
+        self, x_BxTxD: jax.Array, *sublayers: Callable, context: Context, deterministic: bool
     ) -> jax.Array:
         p, norm = self.placement, self.config.norm_module
         y = skip = p.residual_scale * x_BxTxD if p.residual_scale else None
@@ -52,7 +48,7 @@ class Residual(nn.Module):
             # act on each token separately, so tokens may be sharded over more axes, as "stream".
             h = constrain(h, ("batch", "length", "activation_embed"))
             h = constrain(f(h), ("batch", "stream", "activation_embed"))
-            h = Dropout(rate_of(self.config, dropout_rate))(h, deterministic)
+            h = Dropout(rate_of(self.config, context.dropout_rate))(h, deterministic)
             h = norm(name="res_norm" + suffix)(h) if p.res_norm else h
             if p.gate:
                 h = declare(self, "gate" + suffix, constant(0.0), (), ()).astype(h.dtype) * h
@@ -62,7 +58,7 @@ class Residual(nn.Module):
             h = h * p.branch_scale if p.branch_scale != 1.0 else h
             y = h if y is None else y + h
         if watched(self, "sizes"):
-            size = lambda x: rms(x, segments_BxT)
+            size = lambda x: rms(x, context.tokens.segments_BxT)
             kept, branch = (0.0, size(y)) if skip is None else (size(skip), size(y - skip))
             self.sow("sizes", "sizes", {"stream": size(x_BxTxD), "kept": kept, "branch": branch})
         y = norm(name="out_norm")(y) if p.out_norm else y

@@ -120,7 +120,7 @@ class LatentAttention(nn.Module):
         k = jnp.concatenate([k_BxSxKxH, k_BxSxKxP], axis=-1)
         qkv, mask, size = (q, k, v_BxSxKxV), self_mask(cfg, self.side), cfg.head_size + self.d_rope
         tokens, index = (context.tokens, k_tokens), context.index
-        out = inner_attention(self, qkv, mask, *tokens, position, size, deterministic, index)
+        out = inner_attention(self, qkv, mask, tokens, position, size, deterministic, index)
         if absorbed:
             out = jnp.einsum("BTNR,RNV->BTNV", out, w_v_RxNxV)
         return merge_heads(self, out, bias=False), state

@@ -12,13 +12,12 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import struct
-from flax.core import meta
 from jax.sharding import PartitionSpec as P
 
 from transformer.checks import positive
 from transformer.errors import UserError
 from transformer.model.roles import STACKED, Axes, matrix_axes, role
-from transformer.parallel.sharding import path_name
+from transformer.parallel.sharding import is_box, path_name
 from transformer.training.optimizers.base import OPTIMIZERS, Optimizer
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -60,7 +59,7 @@ class Muon(Optimizer):
         mix = lambda m, g: beta * m + (1.0 - beta) * g
 
         def init(params):
-            leaves, tree = jax.tree_util.tree_flatten_with_path(params, is_leaf=_is_box)
+            leaves, tree = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_box)
             axes = tuple(_axes(path_name(path), x, self.per_head) for path, x in leaves)
             matrices, others = _split(tree, [x for _, x in leaves], axes)
             return MuonState(jax.tree.map(jnp.zeros_like, matrices), adam.init(others), axes)
@@ -97,7 +96,7 @@ def _axes(path: str, x: Any, per_head: bool) -> Axes | None:
 
     Raises UserError without logical names.
     """
-    if not _is_box(x):
+    if not is_box(x):
         if not re.match(r"(encoder|decoder)/layers", path):
             return None
         way_out = "initialize its state with the parameters that model.init_with_axes returns"
@@ -156,10 +155,6 @@ def newton_schulz(x_Gxnxm: jax.Array, steps: int) -> jax.Array:
         product = x @ x.mT
         x = a * x + (b * product + c * product @ product) @ x
     return x
-
-
-def _is_box(x) -> bool:
-    return isinstance(x, meta.AxisMetadata)
 
 
 def _split(tree, leaves: list, axes: tuple[Axes | None, ...]) -> tuple[Any, Any]:
