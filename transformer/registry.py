@@ -1,14 +1,15 @@
-"""Registries of the classes that a config chooses by name. Each class is in a file of its own.
+"""Registries of the classes that a config chooses by name.
 
 A registry imports the modules of its package at the first lookup. A new file in the package
 therefore needs no other change, and the base module never imports the modules that depend on it.
 """
 
+import dataclasses
 import importlib
 import pkgutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from typing import TypeVar
+from typing import TypeVar, dataclass_transform
 
 from transformer import plugins
 from transformer.checks import build_choice
@@ -27,14 +28,18 @@ class Registry(Mapping[str, type]):
         self._origins: dict[str, str] = {}  # the hashes of files outside this package
         self._is_loaded = False
 
+    @dataclass_transform(frozen_default=True)
     def register(self, name: str) -> Callable[[C], C]:
-        """Returns a class decorator that registers a class as `name`.
+        """Returns a class decorator that registers a class as `name`, and makes it a dataclass.
 
-        A new definition of a class replaces the old. Raises UserError if another has the name.
+        Its fields are the options that a config may set. A new definition of a class replaces the
+        old. Raises UserError if another has the name.
         """
         file = sys._getframe(1).f_globals.get("__file__")
 
         def add(cls: C) -> C:
+            if "__dataclass_fields__" not in vars(cls):
+                cls = dataclasses.dataclass(frozen=True)(cls)
             known, is_ours = self._classes.get(name), cls.__module__.startswith("transformer.")
             origin = "" if is_ours else plugins.record(file, name)
             same_class = known and known.__qualname__ == cls.__qualname__

@@ -75,10 +75,8 @@ def prefill(
         raise UserError(f"slots: {problem}; add the number of tokens to generate")
     last = model.config.last_position
     if last is not None and slots > last + 1:
-        raise UserError(
-            f"max_new: prompt and answer take {slots} tokens, but the positions of this model end "
-            f"at {last} (model.max_length); reduce max_new"
-        )
+        end = f"but the positions of this model end at {last} (model.max_length)"
+        raise UserError(f"max_new: prompt and answer take {slots} tokens, {end}; reduce max_new")
     real_BxP = jnp.ones(prompt_BxP.shape, bool) if prompt_mask_BxP is None else prompt_mask_BxP
     check_array("prompt_mask", real_BxP, prompt_BxP.shape, np.integer, np.bool_)
     check_range("prompt_mask", real_BxP, 2)

@@ -22,11 +22,8 @@ def weights(
     The mask is true where a query may attend to a key; weights and logits are zero elsewhere.
     """
     logits_BxNxTxS, mask_BxTxS = logits(q_BxTxNxH, k_BxSxKxH, inputs)
-    return (
-        softmax(logits_BxNxTxS, mask_BxTxS, inputs.sink_N),
-        jnp.where(mask_BxTxS[:, None], logits_BxNxTxS, 0.0),
-        mask_BxTxS,
-    )
+    weights_BxNxTxS = softmax(logits_BxNxTxS, mask_BxTxS, inputs.sink_N)
+    return weights_BxNxTxS, jnp.where(mask_BxTxS[:, None], logits_BxNxTxS, 0.0), mask_BxTxS
 
 
 def heads(q_BxTxNxH: jax.Array, k_BxSxKxH: jax.Array, inputs: Inputs) -> dict[str, jax.Array]:

@@ -82,49 +82,37 @@ class Cache:
         return self.replace(layers=layers, tokens=jax.tree.map(select, self.tokens))
 
 
-def check_cache_room(cache: Cache, tokens_BxT: jax.Array) -> None:
-    """Raises UserError if the cache has too few free slots: tokens would overwrite the last slots.
+def check_cache(
+    config: ModelConfig, cache: Cache, tokens: Tokens, encoded_BxSxD: jax.Array | None = None
+) -> None:
+    """Raises UserError for inputs that do not match what is in the cache:
 
-    A traced index has no value. Then only the number of tokens is checked against all slots.
-    """
-    slots, used = cache.tokens.segments_BxT.shape[1], 0
-    if not isinstance(cache.index, jax.core.Tracer):
-        used = int(cache.index)
-    if used + tokens_BxT.shape[1] > slots:
-        raise UserError(
-            f"cache: {tokens_BxT.shape[1]} tokens do not fit, because {used} of the {slots} slots "
-            "are used; create it with more slots"
-        )
-
-
-def check_cache_padding(config: ModelConfig, cache: Cache, tokens: Tokens) -> None:
-    """Raises UserError for padding that the states in the cache do not support, if it has values.
-
-    A ring of `window` slots counts padding as tokens, so padding must precede the first token.
+    more tokens than free slots (than all slots, if the index is traced), an encoder's output where
+    there is one already, and, where values are known, padding that a mixer's state does not
+    support. A ring of `window` slots counts padding as tokens, so padding must precede the first.
     """
     cached_BxS, new_BxT = (values(x) for x in (cache.tokens.segments_BxT, tokens.segments_BxT))
-    index = values(cache.index)
-    if cached_BxS is None or new_BxT is None or index is None:
-        return
-    new_BxT = np.broadcast_to(new_BxT, (len(cached_BxS), new_BxT.shape[1]))
-    segments_BxT = np.concatenate([cached_BxS[:, :index], new_BxT], axis=1)
-    check_interruptions(config, "decoder", segments_BxT)
-    layers, slots = config.layers("decoder"), cached_BxS.shape[1]
-    windows = {layer.window for layer in layers if "window" in layer.token_mixer.fields} - {0}
-    rings = {window for window in windows if window < min(slots, segments_BxT.shape[1])}
-    if rings and np.any(np.diff((segments_BxT > 0).astype(np.int8), axis=1) < 0):
-        raise UserError(
-            f"padding_mask: padding after a token, but model.window = {min(rings)} keeps only as "
-            "many entries in the cache; put padding before the first token"
-        )
-
-
-def check_cache_source(cache: Cache, encoded_BxSxD: jax.Array | None) -> None:
-    """Raises UserError for an encoder's output if the cache already has what it needs of one."""
+    slots, new, index = cache.tokens.segments_BxT.shape[1], tokens.segments_BxT.shape[1], 0
+    if (index_value := values(cache.index)) is not None:
+        index = int(index_value)
+    if index + new > slots:
+        problem = f"{new} tokens do not fit, because {index} of the {slots} slots are used"
+        raise UserError(f"cache: {problem}; create it with more slots")
     leaves = jax.tree.leaves(cache.layers, is_leaf=_is_shared)
     if encoded_BxSxD is not None and any(map(_is_shared, leaves)):
         way_out = "pass None, or begin with an empty cache"
         raise UserError(f"encoded_BxSxD: the cache already has a source; {way_out}")
+    if cached_BxS is None or new_BxT is None or index_value is None:
+        return
+    new_BxT = np.broadcast_to(new_BxT, (len(cached_BxS), new))
+    segments_BxT = np.concatenate([cached_BxS[:, :index], new_BxT], axis=1)
+    check_interruptions(config, "decoder", segments_BxT)
+    layers = [x for x in config.layers("decoder") if "window" in x.token_mixer.fields]
+    rings = {x.window for x in layers if 0 < x.window < min(slots, index + new)}
+    if rings and np.any(np.diff((segments_BxT > 0).astype(np.int8), axis=1) < 0):
+        keeps = f"model.window = {min(rings)} keeps only as many entries in the cache"
+        way_out = "put padding before the first token"
+        raise UserError(f"padding_mask: padding after a token, but {keeps}; {way_out}")
 
 
 def empty_cache(config: ModelConfig, batch: int, slots: int) -> Cache:
@@ -140,11 +128,9 @@ def _empty_state(layer: ModelConfig, batch: int, slots: int) -> State:
     state = layer.token_mixer.empty_state(layer, batch, slots)
     for path, x in jax.tree_util.tree_leaves_with_path(state):
         if x.shape[:1] != (batch,):
-            raise TypeError(
-                f"{type(layer.token_mixer).__name__}.empty_state: array "
-                f"{jax.tree_util.keystr(path)!r} has shape {list(x.shape)}; axis 0 must be the "
-                f"batch, of size {batch}"
-            )
+            array = f"array {jax.tree_util.keystr(path)!r} has shape {list(x.shape)}"
+            name = f"{type(layer.token_mixer).__name__}.empty_state"
+            raise TypeError(f"{name}: {array}; axis 0 must be the batch, of size {batch}")
     return state
 
 

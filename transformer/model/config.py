@@ -368,12 +368,4 @@ class ModelConfig:
     @property
     def norm_module(self):
         """The configured norm: a partial of `Norm`, to be called with a `name`."""
-        return functools.partial(
-            Norm,
-            kind=self.norm,
-            epsilon=self.norm_epsilon,
-            gain=self.norm_gain,
-            zero_centered=self.norm_zero_centered,
-            offset=self.norm_offset,
-            param_dtype=self.param_dtype,
-        )
+        return functools.partial(Norm, self)

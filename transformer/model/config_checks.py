@@ -48,7 +48,6 @@ def check(config) -> None:
 
 
 def _check_values(config) -> None:
-    """Checks each field by itself."""
     if config.family in FORMER_FAMILIES:
         way_out = FORMER_FAMILIES[config.family]
         raise UserError(f"model.family: {config.family!r} is no longer a family; {way_out}")
@@ -79,7 +78,6 @@ def _check_values(config) -> None:
 
 
 def _check_sizes(config) -> None:
-    """Checks the numbers of heads and layers."""
     if mixer_reads("num_heads")(config) and not config.d_head and config.d_model % config.num_heads:
         problem = f"{config.d_model} is not divisible by model.num_heads = {config.num_heads}"
         raise UserError(f"model.d_model: {problem}; change one, or set model.d_head")
@@ -110,17 +108,8 @@ def _check_combinations(config) -> None:
         problem = "an encoder_decoder generates text and has no labels"
         raise UserError(f"model.num_labels: {problem}; set model.family='encoder' or 'decoder'")
     if config.is_encoder_decoder and config.pooling != "none":
-        raise UserError(
-            f"model.pooling: {config.pooling!r} is for labels, and model.family = "
-            f"{config.family!r} generates text; leave it at 'none'"
-        )
-    if config.is_encoder_decoder and all(
-        mixer.source == "none" for mixer in config.mixers_of("decoder")
-    ):
-        raise UserError(
-            "model.mixer.source: 'none' in all layers of the decoder leaves the encoder unused; "
-            "choose another value in one of them, or set model.family='decoder'"
-        )
+        problem = "is for labels, and an encoder_decoder generates text"
+        raise UserError(f"model.pooling: {config.pooling!r} {problem}; leave it at 'none'")
     _check_sources(config)
     if config.random_positions and config.random_positions < config.max_length:
         problem = f"{config.random_positions} is less than model.max_length = {config.max_length}"
@@ -140,27 +129,27 @@ def _check_sources(config) -> None:
     """Checks the mixers' option `source`, which only affects a decoder with an encoder."""
     if not config.is_encoder_decoder:
         return
+    if all(mixer.source == "none" for mixer in config.mixers_of("decoder")):
+        problem = "'none' in all layers of the decoder leaves the encoder unused"
+        way_out = "choose another value in one of them, or set model.family='decoder'"
+        raise UserError(f"model.mixer.source: {problem}; {way_out}")
     for mixer in set(config.mixers_of("encoder")) - set(config.mixers_of("decoder")):
         source = {field.name: field for field in dataclasses.fields(mixer)}.get("source")
         if source and mixer.source != source.default:
-            raise UserError(
-                f"model.layer_pattern: source = {mixer.source!r} has no effect, because no layer "
-                f"of the decoder has this mixer; leave it at {source.default!r}"
-            )
+            problem = f"source = {mixer.source!r} has no effect"
+            why = f"no layer of the decoder has this mixer; leave it at {source.default!r}"
+            raise UserError(f"model.layer_pattern: {problem}, because {why}")
 
 
 def _check_layers(config) -> None:
-    """Checks `layer_pattern` and the components of each layer."""
     for field, value in [item for entry in config.layer_pattern for item in entry.items()]:
         if field not in PER_LAYER_FIELDS:
             problem = f"{field!r} cannot differ between layers"
             raise UserError(f"model.layer_pattern: {problem}; {', '.join(PER_LAYER_FIELDS)} can")
         kind = int if field == "window" else (str, FrozenDict)
         if not isinstance(value, kind) or isinstance(value, bool):
-            raise UserError(
-                f"model.layer_pattern: {field} = {value!r}; a window is a number, "
-                "the other fields are a name or {'name': ...}"
-            )
+            kinds = "a window is a number, the other fields are a name or {'name': ...}"
+            raise UserError(f"model.layer_pattern: {field} = {value!r}; {kinds}")
         if field == "window" and value < 0:
             raise UserError(f"model.window: {value} is too small; at least 0")
     for side in config.sides:
@@ -169,10 +158,8 @@ def _check_layers(config) -> None:
     for entry in config.used_pattern:
         mixer = MIXERS.build(entry.get("mixer", config.mixer))
         if entry.get("window") and "window" not in mixer.fields:
-            raise UserError(
-                f"model.layer_pattern: window = {entry['window']} has no effect with mixer = "
-                f"{plain(entry.get('mixer', config.mixer))!r}; leave it out"
-            )
+            problem = f"window = {entry['window']} has no effect with mixer = {mixer.name!r}"
+            raise UserError(f"model.layer_pattern: {problem}; leave it out")
     layers = [layer for side in config.sides for layer in config.layers(side)]
     for spec in dict.fromkeys(layer.position for layer in layers):
         matches = [layer for layer in layers if layer.position == spec]
@@ -182,7 +169,6 @@ def _check_layers(config) -> None:
 
 
 def _check_rounds(config) -> None:
-    """Checks that the rounds of a pipeline divide the layers of each stack."""
     rounds = config.pipeline_rounds
     if rounds > 1 and not config.scan_layers:
         raise UserError(f"model.pipeline_rounds: {rounds} needs model.scan_layers=True; set it")
@@ -205,8 +191,6 @@ def _check_layer(config, side: str) -> None:
     if problem := config.position_acts and scheme.check(config.stack_facts(side)):
         raise UserError(problem)
     if not mixer.in_order and not scheme.hooks <= mixer.hooks:
-        raise UserError(
-            f"model.position: {plain(config.position)!r} does not support mixer = "
-            f"{plain(config.mixer)!r}, which does not apply "
-            f"{' and '.join(sorted(scheme.hooks - mixer.hooks))}; choose another"
-        )
+        problem = f"{scheme.name!r} does not support mixer = {mixer.name!r}"
+        why = f"which does not apply {' and '.join(sorted(scheme.hooks - mixer.hooks))}"
+        raise UserError(f"model.position: {problem}, {why}; choose another")

@@ -15,24 +15,20 @@ PER_LAYER_FIELDS = ("mixer", "position", "window", "feed_forward", "norm_placeme
 
 def has_norm(c, *parts: str) -> bool:
     """Whether some placement has one of these norms; without `parts`, whether there is any norm."""
-    placements = c.placements
-    if parts:
-        return any(getattr(placement, part) for placement in placements for part in parts)
-    return (
-        has_norm(c, "in_norm", "res_norm", "out_norm", "final_norm")
-        or c.embedding_norm
-        or c.qk_norm
-        or (c.head_transform and c.lm_head)
-    )
+    if not parts and (c.embedding_norm or c.qk_norm or (c.head_transform and c.lm_head)):
+        return True
+    parts = parts or ("in_norm", "res_norm", "out_norm", "final_norm")
+    return any(getattr(placement, part) for placement in c.placements for part in parts)
+
+
+def mixer_has(field: str):
+    """Whether some mixer reads this field."""
+    return lambda c: any(field in mixer.fields for mixer in c.mixers_of())
 
 
 def norm_reads(field: str):
     """Whether some norm reads this field: a placement's, the embedding's, or one in a mixer."""
-
-    def reads(c) -> bool:
-        return has_norm(c) or any(field in mixer.fields for mixer in c.mixers_of())
-
-    return reads
+    return lambda c: has_norm(c) or mixer_has(field)(c)
 
 
 def model_value_used(field: str):
@@ -59,8 +55,8 @@ def several_sublayers(c) -> bool:
 def reads_use_bias(c) -> bool:
     """Whether `use_bias` controls the biases of some projection."""
     in_attention = c.attention_bias is None and mixer_reads("attention_bias")(c)
-    in_mixer = any("use_bias" in mixer.fields for mixer in c.mixers_of())
-    return in_attention or in_mixer or has_feed_forward(c) or c.head_transform
+    in_layer = mixer_has("use_bias")(c) or has_feed_forward(c)
+    return in_attention or in_layer or c.head_transform
 
 
 def depends_on_positions(c) -> bool:
@@ -69,93 +65,45 @@ def depends_on_positions(c) -> bool:
     return windows or any(scheme.reads_positions for scheme in c.position_schemes)
 
 
+_PER_LAYER = "a layer whose entry in model.layer_pattern omits {!r}"
+_MIXER = "a mixer that reads it: model.mixer='attention'"
+_NORM = "a norm (model.norm_placement='pre')"
+
 EFFECTS = (
     Effect(("num_encoder_layers",), "an encoder (model.family)", lambda c: "encoder" in c.sides),
     Effect(("num_decoder_layers",), "a decoder (model.family)", lambda c: "decoder" in c.sides),
-    Effect(
-        ("share_embeddings",),
-        "an encoder and a decoder: model.family='encoder_decoder'",
-        lambda c: c.is_encoder_decoder,
-    ),
-    *(
-        Effect(
-            (field,),
-            f"a layer whose entry in model.layer_pattern omits {field!r}",
-            model_value_used(field),
-        )
-        for field in PER_LAYER_FIELDS
-    ),
-    *(
-        Effect((field,), "a mixer that reads it: model.mixer='attention'", mixer_reads(field))
-        for field in SHARED_FIELDS
-    ),
-    Effect(
-        ("layer_pattern",),
-        "at least as many layers as entries, one of which sets a field",
-        lambda c: len(c.used_pattern) == len(c.layer_pattern) and any(c.layer_pattern),
-    ),
-    Effect(
-        ("random_positions",),
-        "a position scheme that reads positions (model.position), or model.window",
-        depends_on_positions,
-    ),
-    *(
-        Effect((field,), "a norm (model.norm_placement='pre')", norm_reads(field))
-        for field in ("norm", "norm_gain", "norm_epsilon")
-    ),
-    Effect(
-        ("norm_epsilon",),
-        "a norm that divides by a statistic: model.norm='layernorm'",
-        lambda c: (
-            c.norm != "dynamic_tanh" or any("norm_epsilon" in m.fields for m in c.mixers_of())
-        ),
-    ),
-    Effect(
-        ("norm_offset",),
-        "a norm with an offset: model.norm='layernorm'",
-        lambda c: c.norm in WITH_OFFSET and norm_reads("norm_offset")(c),
-    ),
-    Effect(
-        ("norm_zero_centered",),
-        "a norm with a gain: model.norm_gain=True",
-        lambda c: c.norm_gain and norm_reads("norm_zero_centered")(c),
-    ),
-    Effect(
-        ("first_norm",),
-        "a placement with in_norm: model.norm_placement='pre'",
-        lambda c: has_norm(c, "in_norm"),
-    ),
-    Effect(
-        ("d_ff", "glu", "activation_dropout"),
-        "a feed-forward: model.feed_forward='dense'",
-        has_feed_forward,
-    ),
-    Effect(
-        ("activation",),
-        "a feed-forward, or model.head_transform=True",
-        lambda c: has_feed_forward(c) or c.head_transform,
-    ),
-    Effect(
-        ("use_bias",),
-        "a projection: a feed-forward, a mixer that has a bias, or model.head_transform=True",
-        reads_use_bias,
-    ),
+    Effect(("share_embeddings",), "an encoder and a decoder: model.family='encoder_decoder'",
+           lambda c: c.is_encoder_decoder),
+    *(Effect((f,), _PER_LAYER.format(f), model_value_used(f)) for f in PER_LAYER_FIELDS),
+    *(Effect((f,), _MIXER, mixer_reads(f)) for f in SHARED_FIELDS),
+    Effect(("layer_pattern",), "at least as many layers as entries, one of which sets a field",
+           lambda c: len(c.used_pattern) == len(c.layer_pattern) and any(c.layer_pattern)),
+    Effect(("random_positions",),
+           "a position scheme that reads positions (model.position), or model.window",
+           depends_on_positions),
+    *(Effect((f,), _NORM, norm_reads(f)) for f in ("norm", "norm_gain", "norm_epsilon")),
+    Effect(("norm_epsilon",), "a norm that divides by a statistic: model.norm='layernorm'",
+           lambda c: c.norm != "dynamic_tanh" or mixer_has("norm_epsilon")(c)),
+    Effect(("norm_offset",), "a norm with an offset: model.norm='layernorm'",
+           lambda c: c.norm in WITH_OFFSET and norm_reads("norm_offset")(c)),
+    Effect(("norm_zero_centered",), "a norm with a gain: model.norm_gain=True",
+           lambda c: c.norm_gain and norm_reads("norm_zero_centered")(c)),
+    Effect(("first_norm",), "a placement with in_norm: model.norm_placement='pre'",
+           lambda c: has_norm(c, "in_norm")),
+    Effect(("d_ff", "glu", "activation_dropout"),
+           "a feed-forward: model.feed_forward='dense'", has_feed_forward),
+    Effect(("activation",), "a feed-forward, or model.head_transform=True",
+           lambda c: has_feed_forward(c) or c.head_transform),
+    Effect(("use_bias",),
+           "a projection: a feed-forward, a mixer that has a bias, or model.head_transform=True",
+           reads_use_bias),
     Effect(("parallel",), "a second sublayer: model.feed_forward='dense'", several_sublayers),
-    Effect(
-        ("residual_init_scale",),
-        "a stack with more than one sublayer",
-        lambda c: any(c.num_layers(side) > 1 for side in c.sides) or several_sublayers(c),
-    ),
+    Effect(("residual_init_scale",), "a stack with more than one sublayer",
+           lambda c: any(c.num_layers(side) > 1 for side in c.sides) or several_sublayers(c)),
     Effect(("qk_norm_joint",), "model.qk_norm=True", lambda c: c.qk_norm),
     Effect(("init_std",), "model.initializer='normal'", lambda c: c.initializer == "normal"),
-    Effect(
-        ("tie_embeddings", "logit_bias", "logit_scale", "logit_soft_cap", "head_transform"),
-        "model.lm_head=True",
-        lambda c: c.lm_head,
-    ),
-    Effect(
-        ("pooling",),
-        "labels: model.num_labels or model.pooler",
-        lambda c: c.is_encoder_decoder or c.num_labels or c.pooler,
-    ),
-)
+    Effect(("tie_embeddings", "logit_bias", "logit_scale", "logit_soft_cap", "head_transform"),
+           "model.lm_head=True", lambda c: c.lm_head),
+    Effect(("pooling",), "labels: model.num_labels or model.pooler",
+           lambda c: c.is_encoder_decoder or c.num_labels or c.pooler),
+)  # fmt: skip

@@ -4,8 +4,6 @@ Shape suffixes: B batch, T length, D d_model, E d_embedding (usually d_model), V
 Y token types.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
@@ -13,7 +11,7 @@ from flax import struct
 
 from transformer.model.activations import ACTIVATIONS, soft_cap
 from transformer.model.config import ModelConfig
-from transformer.model.initializers import matrix_init
+from transformer.model.initializers import declare, matrix_init
 from transformer.model.linear import Linear
 from transformer.model.sharding import constrain, gathered
 
@@ -31,14 +29,13 @@ class Embedding(nn.Module):
     def setup(self):
         cfg = self.config
         std = cfg.embedding_init_std or cfg.base.d_model**-0.5
-        normal = functools.partial(nn.with_logical_partitioning, nn.initializers.normal(std))
-        shape = (cfg.vocab_size, cfg.embedding_size)
-        self.table_VxE = self.param("embedding", normal(("vocab", "embed")), shape, cfg.param_dtype)
+        normal, shape = nn.initializers.normal(std), (cfg.vocab_size, cfg.embedding_size)
+        self.table_VxE = declare(self, "embedding", normal, ("vocab", "embed"), shape)
         if cfg.embedding_size != cfg.d_model:
             self.project = Linear(cfg, (cfg.d_model,), (None, "embed"), False)
         if cfg.token_types:
-            shape, init = (cfg.token_types, cfg.d_model), normal((None, "embed"))
-            self.types_YxD = self.param("token_types", init, shape, cfg.param_dtype)
+            shape = (cfg.token_types, cfg.d_model)
+            self.types_YxD = declare(self, "token_types", normal, (None, "embed"), shape)
 
     def __call__(
         self, tokens_BxT: jax.Array, token_types_BxT: jax.Array | None = None
@@ -149,11 +146,8 @@ class Unembedding(nn.Module):
             h_BxTxE = h_BxTxE * scale
         matrix_VxE, bias_V = embedding_VxE, None
         if not cfg.tie_embeddings:
-            init = matrix_init(cfg.initializer, cfg.init_std)
-            init = nn.with_logical_partitioning(init, ("embed", "vocab"))
-            shape = (cfg.embedding_size, cfg.vocab_size)
-            matrix_VxE = self.param("kernel", init, shape, cfg.param_dtype).T
+            init, shape = matrix_init(cfg.initializer, cfg.init_std), embedding_VxE.shape[::-1]
+            matrix_VxE = declare(self, "kernel", init, ("embed", "vocab"), shape).T
         if cfg.logit_bias:
-            zeros = nn.with_logical_partitioning(nn.initializers.zeros, ("vocab",))
-            bias_V = self.param("bias", zeros, (cfg.vocab_size,), cfg.param_dtype)
+            bias_V = declare(self, "bias", nn.initializers.zeros, ("vocab",), (cfg.vocab_size,))
         return h_BxTxE, Head(matrix_VxE, bias_V, cfg.logit_soft_cap)

@@ -1,7 +1,8 @@
-"""Initializers of the projection matrices, by name."""
+"""Parameters, and the initializers of projection matrices, by name."""
 
 from collections.abc import Callable
 
+import jax
 from flax import linen as nn
 
 INITIALIZERS: dict[str, Callable] = {
@@ -18,3 +19,9 @@ def matrix_init(name: str, std: float, gain: float = 1.0):
     """
     base = INITIALIZERS[name](std)
     return lambda key, shape, dtype: gain * base(key, shape, dtype)
+
+
+def declare(module: nn.Module, name: str, init, names: tuple, shape: tuple[int, ...]) -> jax.Array:
+    """Declares a parameter of a module, whose axes have these logical names, and returns it."""
+    init = nn.with_logical_partitioning(init, names)
+    return module.param(name, init, shape, module.config.param_dtype)

@@ -73,10 +73,9 @@ def check_interruptions(config: ModelConfig, side: str, segments_BxT: np.ndarray
         real = np.flatnonzero(segments_T)
         same_document = np.diff(segments_T[real]) == 0
         if np.any(same_document & (np.diff(real) > 1)):
-            raise UserError(
-                f"padding_mask: padding between tokens of one document, which model.mixer = "
-                f"{mixers[0].name!r} does not support; move it before or after the document"
-            )
+            why = f"which model.mixer = {mixers[0].name!r} does not support"
+            problem = f"padding between tokens of one document, {why}"
+            raise UserError(f"padding_mask: {problem}; move it before or after the document")
 
 
 def values(x) -> np.ndarray | None:
@@ -134,10 +133,8 @@ def check_tokens(config: ModelConfig, tokens_BxT, name: str) -> None:
     if 0 in shape:
         raise UserError(f"{name}: an array of shape {list(shape)} has no tokens")
     if shape[1] > config.max_length:
-        raise UserError(
-            f"{name}: a sequence of {shape[1]} tokens is longer than model.max_length = "
-            f"{config.max_length}; shorten it"
-        )
+        limit = f"is longer than model.max_length = {config.max_length}"
+        raise UserError(f"{name}: a sequence of {shape[1]} tokens {limit}; shorten it")
     check_range(name, tokens_BxT, config.vocab_size, "model.vocab_size")
 
 

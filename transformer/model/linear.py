@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from transformer.model.config import ModelConfig
-from transformer.model.initializers import matrix_init
+from transformer.model.initializers import declare, matrix_init
 from transformer.model.sharding import gathered
 
 
@@ -30,8 +30,7 @@ def matrix(
         base = matrix_init(cfg.initializer, cfg.init_std, gain)
         return base(key, (math.prod(inputs), math.prod(outputs)), dtype).reshape(shape)
 
-    init = nn.with_logical_partitioning(init, names)
-    kernel = module.param("kernel", init, (*inputs, *outputs), cfg.param_dtype)
+    kernel = declare(module, "kernel", init, names, (*inputs, *outputs))
     return gathered(kernel.astype(cfg.dtype), names)
 
 
@@ -69,6 +68,6 @@ class Linear(nn.Module):
         kernel = matrix(self, inputs, self.outputs, self.names, self.gain)
         y = jnp.tensordot(x.astype(cfg.dtype), kernel, axes=contracted)
         if self.bias:
-            zeros = nn.with_logical_partitioning(nn.initializers.zeros, self.names[contracted:])
-            y += self.param("bias", zeros, self.outputs, cfg.param_dtype).astype(cfg.dtype)
+            zeros, names = nn.initializers.zeros, self.names[contracted:]
+            y += declare(self, "bias", zeros, names, self.outputs).astype(cfg.dtype)
         return y

@@ -68,25 +68,14 @@ class Mask:
     def __and__(self, other: "Mask") -> "Mask":
         window = min(self.window, other.window) or max(self.window, other.window)
         rule = lambda q, k: self(q, k) & other(q, k)
-        return Mask(
-            rule,
-            f"({self.name} & {other.name})",
-            self.within or other.within,
-            self.causal or other.causal,
-            window,
-            self.plain and other.plain,
-        )
+        facts = self.within or other.within, self.causal or other.causal, window
+        return Mask(rule, f"({self.name} & {other.name})", *facts, self.plain and other.plain)
 
     def __or__(self, other: "Mask") -> "Mask":
         window = max(self.window, other.window) if self.window and other.window else 0
         rule = lambda q, k: self(q, k) | other(q, k)
-        return Mask(
-            rule,
-            f"({self.name} | {other.name})",
-            self.within and other.within,
-            self.causal and other.causal,
-            window,
-        )
+        facts = self.within and other.within, self.causal and other.causal, window
+        return Mask(rule, f"({self.name} | {other.name})", *facts)
 
     def __repr__(self) -> str:
         return self.name

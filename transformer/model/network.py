@@ -18,13 +18,7 @@ from flax.core import meta
 
 from transformer.checks import one_of
 from transformer.errors import UserError, nearest
-from transformer.model.cache import (
-    Cache,
-    check_cache_padding,
-    check_cache_room,
-    check_cache_source,
-    empty_cache,
-)
+from transformer.model.cache import Cache, check_cache, empty_cache
 from transformer.model.config import ModelConfig
 from transformer.model.embedding import Embedding, Head, Unembedding
 from transformer.model.heads import Classifier
@@ -156,6 +150,10 @@ class _Family(nn.Module):
         h_BxTxD, head = self.features(*tokens, **options)
         return head(h_BxTxD)
 
+    def read(self, h_BxTxD: jax.Array) -> tuple[jax.Array, Head]:
+        """Returns the same as `features`, given the last hidden state."""
+        return self.unembedding(h_BxTxD, self.target_embedding.table_VxE)
+
 
 class _OneStack(_Family):
     """A model with one stack. From the last hidden state it computes logits over the vocabulary
@@ -163,7 +161,7 @@ class _OneStack(_Family):
 
     def setup(self):
         cfg = self.config
-        self.embedding = Embedding(cfg)
+        self.embedding = self.target_embedding = Embedding(cfg)
         setattr(self, self.side, Stack(cfg, self.side))
         if cfg.lm_head:
             self.unembedding = Unembedding(cfg)
@@ -187,10 +185,6 @@ class _OneStack(_Family):
         """
         h_BxTxD, _ = self.hidden(tokens_BxT, **options)
         return self.read(h_BxTxD)
-
-    def read(self, h_BxTxD: jax.Array) -> tuple[jax.Array, Head]:
-        """Returns the same as `features`, given the last hidden state."""
-        return self.unembedding(h_BxTxD, self.embedding.table_VxE)
 
     def classify(self, tokens_BxT, **options) -> jax.Array:
         """Returns the label logits, float32[B, num_labels], or [B, T, num_labels] without pooling.
@@ -235,8 +229,7 @@ class Decoder(_OneStack):
         With `last_only`, only the logits of the last token are computed.
         """
         tokens = locate(self.config, tokens_BxT, before=cache.tokens, **options)
-        check_cache_room(cache, tokens_BxT)
-        check_cache_padding(self.config, cache, tokens)
+        check_cache(self.config, cache, tokens)
         h_BxTxD, cache = self.decoder(self.embedding(tokens_BxT), tokens, cache=cache)
         h_BxTxE, head = self.read(h_BxTxD[:, -1:] if last_only else h_BxTxD)
         return head(h_BxTxE), cache
@@ -282,10 +275,6 @@ class EncoderDecoder(_Family):
         args = target_BxT, encoded, None, deterministic, dropout_rate
         return self.read(self._decoder(*args, **options)[0])
 
-    def read(self, h_BxTxD: jax.Array) -> tuple[jax.Array, Head]:
-        """Returns the same as `features`, given the last hidden state."""
-        return self.unembedding(h_BxTxD, self.target_embedding.table_VxE)
-
     def encode(
         self, source_BxS, *, deterministic=True, dropout_rate=None, **options
     ) -> tuple[jax.Array, Tokens]:
@@ -320,9 +309,7 @@ class EncoderDecoder(_Family):
         tokens = locate(self.config, target_BxT, "target", before=before, **options)
         check_sources(len(encoded_tokens.segments_BxT), len(target_BxT), shared=cache is not None)
         if cache is not None:
-            check_cache_room(cache, target_BxT)
-            check_cache_source(cache, encoded_BxSxD)
-            check_cache_padding(self.config, cache, tokens)
+            check_cache(self.config, cache, tokens, encoded_BxSxD)
         x_BxTxD = self.target_embedding(target_BxT)
         return self.decoder(x_BxTxD, tokens, *encoded, cache, deterministic, dropout_rate)
 

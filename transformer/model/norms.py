@@ -1,7 +1,11 @@
 """LayerNorm, RMSNorm and DynamicTanh."""
 
+from typing import Any
+
 import jax.numpy as jnp
 from flax import linen as nn
+
+from transformer.model.initializers import declare
 
 NORMS = ("layernorm", "rmsnorm", "dynamic_tanh")
 
@@ -19,35 +23,26 @@ class Norm(nn.Module):
     The learned scalar alpha starts at 0.5. `dynamic_tanh` computes no statistics: it limits large
     values instead, in place of a norm.
 
-    With `zero_centered`, the gain is 1 + w, where w is the parameter. Weight decay then pulls the
-    gain to 1 (Gemma).
+    With `norm_zero_centered`, the gain is 1 + w, where w is the parameter. Weight decay then pulls
+    the gain to 1 (Gemma).
     """
 
-    kind: str
-    epsilon: float
-    gain: bool
-    zero_centered: bool
-    offset: bool
-    param_dtype: str
+    config: Any  # a ModelConfig, whose module imports this one
 
     @nn.compact
     def __call__(self, x_BxTxD):
-        x = x_BxTxD.astype(jnp.float32)
-        if self.kind == "layernorm":
+        cfg, x, zeros = self.config, x_BxTxD.astype(jnp.float32), nn.initializers.zeros
+        vector = lambda name, init: declare(self, name, init, ("norm",), x.shape[-1:])
+        if cfg.norm == "layernorm":
             x = x - jnp.mean(x, axis=-1, keepdims=True)
-        if self.kind == "dynamic_tanh":
-            start = nn.with_logical_partitioning(nn.initializers.constant(0.5), ())
-            x = jnp.tanh(self.param("alpha", start, (), self.param_dtype) * x)
+        if cfg.norm == "dynamic_tanh":
+            x = jnp.tanh(declare(self, "alpha", nn.initializers.constant(0.5), (), ()) * x)
         else:
-            x = x / jnp.sqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + self.epsilon)
-        if self.gain and self.zero_centered:
-            x = x * (1.0 + self._vector("gain", nn.initializers.zeros, x))
-        elif self.gain:
-            x = x * self._vector("gain", nn.initializers.ones, x)
-        if self.offset and self.kind in WITH_OFFSET:
-            x = x + self._vector("offset", nn.initializers.zeros, x)
+            x = x / jnp.sqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + cfg.norm_epsilon)
+        if cfg.norm_gain and cfg.norm_zero_centered:
+            x = x * (1.0 + vector("gain", zeros))
+        elif cfg.norm_gain:
+            x = x * vector("gain", nn.initializers.ones)
+        if cfg.norm_offset and cfg.norm in WITH_OFFSET:
+            x = x + vector("offset", zeros)
         return x.astype(x_BxTxD.dtype)
-
-    def _vector(self, name, init, x):
-        init = nn.with_logical_partitioning(init, ("norm",))
-        return self.param(name, init, (x.shape[-1],), self.param_dtype)

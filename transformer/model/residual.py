@@ -15,9 +15,12 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from flax.linen.initializers import constant
 
 from transformer.model.config import ModelConfig
 from transformer.model.dropout import Dropout, rate_of
+from transformer.model.initializers import declare
+from transformer.model.mixers.base import Context
 from transformer.model.placements import Placement
 from transformer.model.sharding import constrain
 from transformer.model.watch import watched
@@ -34,12 +37,7 @@ class Residual(nn.Module):
 
     @nn.compact
     def __call__(
-        self,
-        x_BxTxD: jax.Array,
-        *sublayers: Callable[[jax.Array], jax.Array],
-        segments_BxT: jax.Array,
-        deterministic: bool,
-        dropout_rate: jax.Array | None = None,
+        self, x_BxTxD: jax.Array, *sublayers: Callable, context: Context, deterministic: bool
     ) -> jax.Array:
         p, norm = self.placement, self.config.norm_module
         y = skip = p.residual_scale * x_BxTxD if p.residual_scale else None
@@ -50,26 +48,21 @@ class Residual(nn.Module):
             # act on each token separately, so tokens may be sharded over more axes, as "stream".
             h = constrain(h, ("batch", "length", "activation_embed"))
             h = constrain(f(h), ("batch", "stream", "activation_embed"))
-            h = Dropout(rate_of(self.config, dropout_rate))(h, deterministic)
+            h = Dropout(rate_of(self.config, context.dropout_rate))(h, deterministic)
             h = norm(name="res_norm" + suffix)(h) if p.res_norm else h
             if p.gate:
-                h = self._learned("gate" + suffix, 0.0, ()).astype(h.dtype) * h
+                h = declare(self, "gate" + suffix, constant(0.0), (), ()).astype(h.dtype) * h
             if p.layer_scale:
-                scale_D = self._learned("layer_scale" + suffix, p.layer_scale, h.shape[-1:])
-                h = scale_D.astype(h.dtype) * h
+                start, name = constant(p.layer_scale), "layer_scale" + suffix
+                h = declare(self, name, start, ("norm",), h.shape[-1:]).astype(h.dtype) * h
             h = h * p.branch_scale if p.branch_scale != 1.0 else h
             y = h if y is None else y + h
         if watched(self, "sizes"):
-            size = lambda x: rms(x, segments_BxT)
+            size = lambda x: rms(x, context.tokens.segments_BxT)
             kept, branch = (0.0, size(y)) if skip is None else (size(skip), size(y - skip))
             self.sow("sizes", "sizes", {"stream": size(x_BxTxD), "kept": kept, "branch": branch})
         y = norm(name="out_norm")(y) if p.out_norm else y
         return constrain(y, ("batch", "stream", "activation_embed"))
-
-    def _learned(self, name: str, start: float, shape: tuple[int, ...]) -> jax.Array:
-        constant, names = nn.initializers.constant(start), ("norm",)[: len(shape)]
-        init = nn.with_logical_partitioning(constant, names)
-        return self.param(name, init, shape, self.config.param_dtype)
 
 
 def rms(x_BxTxD: jax.Array, segments_BxT: jax.Array) -> jax.Array:

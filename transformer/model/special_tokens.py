@@ -37,10 +37,9 @@ def checked(config) -> dict[str, Ids]:
     for field, ids in tokens.items():
         check_inside(f"model.{field}", ids, config.vocab_size)
     if config.decoder_start_id is not None and not config.is_encoder_decoder:
-        raise UserError(
-            f"model.decoder_start_id: {config.decoder_start_id} needs model.family="
-            f"'encoder_decoder', but it is {config.family!r}; leave it at None"
-        )
+        needs = f"needs model.family='encoder_decoder', but it is {config.family!r}"
+        problem = f"{config.decoder_start_id} {needs}"
+        raise UserError(f"model.decoder_start_id: {problem}; leave it at None")
     return tokens
 
 

@@ -38,11 +38,7 @@ class Layer(nn.Module):
 
     @nn.compact
     def __call__(
-        self,
-        x_BxTxD: jax.Array,
-        state: LayerState | None,
-        position: positions.Position,
-        context: Context,
+        self, x_BxTxD: jax.Array, state: LayerState | None, position, context: Context
     ) -> tuple[jax.Array, LayerState | None]:
         """Returns the residual stream after this layer and, in decoding, the layer's new state."""
         cfg, placement = self.config, self.config.placement(self.side)
@@ -59,21 +55,16 @@ class Layer(nn.Module):
             sublayers[mixer.scope] = functools.partial(mix, part, module)
         if cfg.feed_forward_kind.exists:
             feed_forward = cfg.feed_forward_kind.build(cfg, **gains)(name="feed_forward")
-            options = context.tokens, self.deterministic
-            sublayers["feed_forward"] = lambda h: feed_forward(h, *options)
+            inputs = context.tokens, self.deterministic
+            sublayers["feed_forward"] = lambda h: feed_forward(h, *inputs)
         steps = {f"{name}_residual": (f,) for name, f in sublayers.items()}
         if cfg.parallel:
             steps = {"residual": tuple(sublayers.values())}
         for i, (name, fs) in enumerate(steps.items()):
             without_norm = i == 0 and not cfg.first_norm
             parts = dataclasses.replace(placement, in_norm=False) if without_norm else placement
-            x_BxTxD = Residual(cfg, parts, name=name)(
-                x_BxTxD,
-                *fs,
-                segments_BxT=context.tokens.segments_BxT,
-                deterministic=self.deterministic,
-                dropout_rate=context.dropout_rate,
-            )
+            options = {"context": context, "deterministic": self.deterministic}
+            x_BxTxD = Residual(cfg, parts, name=name)(x_BxTxD, *fs, **options)
         if watched(self, "streams"):
             self.sow("streams", "after", x_BxTxD)
         return x_BxTxD, None if state is None else LayerState(**new_states)
@@ -85,13 +76,7 @@ class Period(nn.Module):
     layers: tuple[Callable[..., Layer], ...]
 
     @nn.compact
-    def __call__(
-        self,
-        x_BxTxD: jax.Array,
-        states: tuple[LayerState, ...] | None,
-        schemes: tuple[positions.Position, ...],
-        context: Context,
-    ):
+    def __call__(self, x_BxTxD, states: tuple[LayerState, ...] | None, schemes, context: Context):
         """Applies the layers in order, each with its state and position scheme."""
         new_states = []
         for i, (layer, position) in enumerate(zip(self.layers, schemes, strict=True)):

@@ -54,17 +54,15 @@ def check_platform(target: str) -> str:
         raise UserError(f"platform: JAX cannot start ({reason}); {way_out}") from None
     backend = "gpu" if backend in ("cuda", "rocm") else backend
     if target == "auto" and backend == "cpu" and (found := accelerator()):
-        raise UserError(
-            f"platform: this machine has {found}, but JAX found only the CPU; "
-            "install the extra [gpu] or [tpu] and check that no other process holds the device, "
-            "or train on the CPU with --config.platform=cpu"
-        )
+        problem = f"this machine has {found}, but JAX found only the CPU"
+        check = "install the extra [gpu] or [tpu] and check that no other process holds the device"
+        way_out = f"{check}, or train on the CPU with --config.platform=cpu"
+        raise UserError(f"platform: {problem}; {way_out}")
     allowed = {"auto": (backend,), "accelerator": ("gpu", "tpu")}.get(target, (target,))
     if backend not in allowed:
-        raise UserError(
-            f"platform: the config sets {target!r}, but JAX runs on {backend!r}; "
-            f"to train on the {backend.upper()}, set --config.platform={backend}"
-        )
+        way_out = f"to train on the {backend.upper()}, set --config.platform={backend}"
+        problem = f"the config sets {target!r}, but JAX runs on {backend!r}"
+        raise UserError(f"platform: {problem}; {way_out}")
     return backend
 
 
@@ -122,11 +120,9 @@ def check_memory(shapes, mesh: Mesh, what: str) -> None:
     # Simulated devices share the host's memory.
     limit = (devices[0].memory_stats() or {}).get("bytes_limit") or memory() // len(devices)
     if limit and needed > limit:
-        raise UserError(
-            f"model: {what} take {format_bytes(needed)} per device, which has "
-            f"{format_bytes(limit)}; lower model.d_model or the number of layers, "
-            "or shard the model with mesh.fsdp"
-        )
+        problem = f"{what} take {format_bytes(needed)} per device, which has {format_bytes(limit)}"
+        way_out = "lower model.d_model or the number of layers, or shard the model with mesh.fsdp"
+        raise UserError(f"model: {problem}; {way_out}")
 
 
 @contextlib.contextmanager

@@ -258,10 +258,9 @@ def _connect_to_first(host: str, port: int, index: int, count: int, deadline: fl
             break
         except (OSError, ValueError):
             if time.monotonic() > deadline:
-                raise TemporaryError(
-                    f"process {index}: process 0 did not answer at {host}:{port} within "
-                    f"{wait:.0f} s; see its log, and check that the port is open"
-                ) from None
+                problem = f"process 0 did not answer at {host}:{port} within {wait:.0f} s"
+                way_out = "see its log, and check that the port is open"
+                raise TemporaryError(f"process {index}: {problem}; {way_out}") from None
             time.sleep(0.2)
     if reply:
         code, problem = reply

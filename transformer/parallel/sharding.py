@@ -102,7 +102,8 @@ def place(x: np.ndarray, sharding: NamedSharding) -> jax.Array:
     return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 
 
-def _is_box(x) -> bool:
+def is_box(x) -> bool:
+    """Returns whether `x` is a parameter boxed with the logical names of its axes."""
     return isinstance(x, meta.AxisMetadata)
 
 
@@ -122,7 +123,7 @@ def shardings(abstract_boxed, mesh: Mesh):
 
     def sharding_of(path, leaf):
         wrong = lambda problem: UserError(f"{path_name(path)}: {problem}")
-        if not _is_box(leaf):
+        if not is_box(leaf):
             if leaf.size > 1:
                 way_out = "wrap its initializer in nn.with_logical_partitioning(initializer, names)"
                 raise wrong(f"a parameter without logical axes; {way_out}")
@@ -153,7 +154,7 @@ def shardings(abstract_boxed, mesh: Mesh):
             spec.pop()
         return NamedSharding(mesh, P(*spec))
 
-    return jax.tree_util.tree_map_with_path(sharding_of, abstract_boxed, is_leaf=_is_box)
+    return jax.tree_util.tree_map_with_path(sharding_of, abstract_boxed, is_leaf=is_box)
 
 
 def format_bytes(n: float) -> str:
@@ -173,4 +174,4 @@ def local_bytes(tree) -> int:
 
 def unbox(tree):
     """Returns the arrays (or their shapes) without their logical names."""
-    return jax.tree.map(lambda x: x.value if _is_box(x) else x, tree, is_leaf=_is_box)
+    return jax.tree.map(lambda x: x.value if is_box(x) else x, tree, is_leaf=is_box)

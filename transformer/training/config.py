@@ -30,17 +30,12 @@ def _of_optimizers(field: str) -> Effect:
 
 _OPTIMIZER_EFFECTS = (
     *map(_of_optimizers, ("b1", "b2", "epsilon", "momentum")),
-    Effect(
-        ("decay_fraction", "decay_ends"),
-        "optimizer.schedule='wsd'",
-        lambda c: c.schedule == "wsd",
-    ),
-    Effect(
-        ("final_fraction",),
-        "a schedule with a final rate: optimizer.schedule='cosine', 'linear' or 'wsd'",
-        lambda c: c.schedule in ("cosine", "linear", "wsd"),
-    ),
-)
+    Effect(("decay_fraction", "decay_ends"),
+           "optimizer.schedule='wsd'", lambda c: c.schedule == "wsd"),
+    Effect(("final_fraction",),
+           "a schedule with a final rate: optimizer.schedule='cosine', 'linear' or 'wsd'",
+           lambda c: c.schedule in ("cosine", "linear", "wsd")),
+)  # fmt: skip
 
 
 @strict("optimizer", _OPTIMIZER_EFFECTS)
@@ -77,15 +72,11 @@ class OptimizerConfig:
         if not 0 < self.decay_fraction <= 1:
             raise UserError(f"optimizer.decay_fraction: {self.decay_fraction} must lie in (0, 1]")
         if any(b <= a for a, b in itertools.pairwise((self.warmup_steps, *self.decay_ends))):
-            raise UserError(
-                f"optimizer.decay_ends: {self.decay_ends} must increase, after warmup_steps = "
-                f"{self.warmup_steps}"
-            )
+            first = f"after warmup_steps = {self.warmup_steps}"
+            raise UserError(f"optimizer.decay_ends: {self.decay_ends} must increase, {first}")
         if self.schedule == "inverse_sqrt" and not self.warmup_steps:
-            raise UserError(
-                "optimizer.warmup_steps: 0, but schedule 'inverse_sqrt' divides by it; set it to 1 "
-                "or more"
-            )
+            problem = "0, but schedule 'inverse_sqrt' divides by it"
+            raise UserError(f"optimizer.warmup_steps: {problem}; set it to 1 or more")
 
     @property
     def rule(self) -> Optimizer:
@@ -94,23 +85,16 @@ class OptimizerConfig:
 
 
 _TRAIN_EFFECTS = (
-    Effect(
-        ("average_checkpoints",),
-        "as many checkpoints in train.steps: a smaller train.checkpoint_every (0 saves only at the "
-        "end)",
-        lambda c: c.checkpoint_every and -(-c.steps // c.checkpoint_every) >= c.average_checkpoints,
-    ),
-    Effect(
-        ("init_new", "init_drop", "init_positions"),
-        "parameters to start from: train.init_from",
-        lambda c: c.init_from,
-    ),
-    Effect(
-        ("profile",),
-        "a step to trace: train.steps > 10, because tracing begins after step 10",
-        lambda c: c.steps > 10,
-    ),
-)
+    Effect(("average_checkpoints",),
+           "as many checkpoints in train.steps: a smaller train.checkpoint_every (0 saves only at "
+           "the end)",
+           lambda c: (c.checkpoint_every
+                      and -(-c.steps // c.checkpoint_every) >= c.average_checkpoints)),
+    Effect(("init_new", "init_drop", "init_positions"),
+           "parameters to start from: train.init_from", lambda c: c.init_from),
+    Effect(("profile",), "a step to trace: train.steps > 10, because tracing begins after step 10",
+           lambda c: c.steps > 10),
+)  # fmt: skip
 
 
 @strict("train", _TRAIN_EFFECTS)
@@ -149,22 +133,16 @@ class TrainConfig:
         at_least("train", self, 0, *counts, "z_loss", "profile")
         in_unit_interval("train", self, "label_smoothing", "ema_decay")
         one_of("train.init_positions", self.init_positions, ("same", "extend", "interpolate"))
+        field = "train.average_checkpoints"
         if self.average_checkpoints == 1:
-            raise UserError(
-                "train.average_checkpoints: 1 averages nothing, like 0; "
-                "set it to 0, or to 2 or more"
-            )
+            raise UserError(f"{field}: 1 averages nothing, like 0; set it to 0, or to 2 or more")
         if self.average_checkpoints > self.keep_checkpoints:
-            raise UserError(
-                f"train.average_checkpoints: {self.average_checkpoints}, but "
-                f"train.keep_checkpoints = {self.keep_checkpoints}; increase "
-                "train.keep_checkpoints"
-            )
+            kept = f"but train.keep_checkpoints = {self.keep_checkpoints}"
+            way_out = "increase train.keep_checkpoints"
+            raise UserError(f"{field}: {self.average_checkpoints}, {kept}; {way_out}")
         if self.average_checkpoints > 1 and self.ema_decay:
-            raise UserError(
-                "train.average_checkpoints and train.ema_decay: both average the parameters; set "
-                "one of them to 0"
-            )
+            problem = "both average the parameters; set one of them to 0"
+            raise UserError(f"{field} and train.ema_decay: {problem}")
 
 
 class TrainTask(Task, Protocol):

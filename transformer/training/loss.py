@@ -122,13 +122,7 @@ def _chunks(x, count: int):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
 def cross_entropy(
-    h_BxTxD,
-    head: Head,
-    targets_BxT,
-    weights_BxT,
-    smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    chunks: int = 1,
+    h_BxTxD, head: Head, targets_BxT, weights_BxT, smoothing=0.0, z_loss=0.0, chunks: int = 1
 ) -> Sums:
     """Computes the loss's sums over a batch, with T split into `chunks` chunks on each device.
 
@@ -136,10 +130,8 @@ def cross_entropy(
     """
 
     def local_sums(h, head, targets, weights):
-        add = lambda sums, chunk: (
-            jax.tree.map(jnp.add, sums, _chunk(chunk[0], head, *chunk[1:], smoothing, z_loss)[0]),
-            None,
-        )
+        sums_of = lambda h, *targets: _chunk(h, head, *targets, smoothing, z_loss)[0]
+        add = lambda sums, chunk: (jax.tree.map(jnp.add, sums, sums_of(*chunk)), None)
         parts = tuple(_chunks(x, chunks) for x in (h, targets, weights))
         return jax.lax.scan(add, Sums.zero(), parts)[0], None, None
 
@@ -190,13 +182,9 @@ def _on_each_device(work, chunks: int, h_BxTxD, head: Head, targets_BxT, weights
         return jax.lax.psum(sums, axes), d_h, jax.tree.map(lambda x: x[None], d_head)
 
     token_spec = P(batch_axes or None, length or None)
-    sharded_work = jax.shard_map(
-        local_work,
-        in_specs=(token_spec, P(), token_spec, token_spec),
-        out_specs=(P(), token_spec, P(axes)),
-        axis_names=set(axes),
-        check_vma=False,
-    )
+    in_specs, out_specs = (token_spec, P(), token_spec, token_spec), (P(), token_spec, P(axes))
+    specs = {"in_specs": in_specs, "out_specs": out_specs}
+    sharded_work = jax.shard_map(local_work, axis_names=set(axes), check_vma=False, **specs)
     head = head.ready(h_BxTxD.dtype)
     sums, d_h_BxTxD, d_head = sharded_work(h_BxTxD, head, targets_BxT, weights_BxT)
     return sums, d_h_BxTxD, jax.tree.map(lambda x: jnp.sum(x, axis=0), d_head)

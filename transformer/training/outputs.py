@@ -18,6 +18,12 @@ from transformer.training.loss import Sums, auto_chunks, cross_entropy, label_su
 _METHODS = {("tokens",): "features", ("labels",): "classify", ("tokens", "labels"): "both"}
 """Predicted heads -> the method of the model (model/network.py) that runs them."""
 
+_OPTIONS = {
+    "positions": "positions", "segments": "segment_ids", "source_positions": "source_positions",
+    "source_segments": "source_segment_ids", "prefix": "prefix_mask", "token_types": "token_types",
+}  # fmt: skip
+"""Field of a batch -> option of the model."""
+
 
 @struct.dataclass
 class ModelOutputs:
@@ -62,28 +68,17 @@ def apply(
     (model/watch.py) in which something was sown. A `dropout_key` turns on dropout, as in training.
     `dropout_rate` overrides the config's rate.
     """
-    order = order_of(task.model, mesh)
+    order, predicts = order_of(task.model, mesh), task.objective.predicts
     batch = arrange(dict(batch), order, mesh)
-    predicts = task.objective.predicts
-    arguments = {"positions": batch["positions"], "segment_ids": batch["segments"], "order": order}
-    tokens = (batch["inputs"],)
+    options = {option: batch[field] for field, option in _OPTIONS.items() if field in batch}
     if "source" in batch:
-        tokens = (batch["source"], batch["inputs"])
-        arguments |= {
-            "source_positions": batch["source_positions"],
-            "source_segment_ids": batch["source_segments"],
-            "source_order": "contiguous",
-        }
-    if "prefix" in batch:
-        arguments["prefix_mask"] = batch["prefix"]
-    if "token_types" in batch:
-        arguments["token_types"] = batch["token_types"]
-    if dropout_rate is not None:
-        arguments["dropout_rate"] = dropout_rate
+        options["source_order"] = "contiguous"
     results, sown = model.apply(
         params,
-        *tokens,
-        **arguments,
+        *(batch[field] for field in ("source", "inputs") if field in batch),
+        **options,
+        order=order,
+        dropout_rate=dropout_rate,
         deterministic=dropout_key is None,
         method=_METHODS[predicts],
         rngs=None if dropout_key is None else {"dropout": dropout_key},

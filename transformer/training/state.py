@@ -81,10 +81,8 @@ def relayout(
             get = lambda name: part(leaves[prefix + place[name][0]], place[name][1])
             x = join(new, param, get, jnp.stack)
             if x.shape != target.shape:
-                raise UserError(
-                    f"model.scan_layers, model.pipeline_rounds: {prefix}{param} cannot be "
-                    "converted; keep the old values"
-                )
+                problem = f"{prefix}{param} cannot be converted; keep the old values"
+                raise UserError(f"model.scan_layers, model.pipeline_rounds: {problem}")
             return x
 
         return jax.tree_util.tree_map_with_path(convert, abstract)

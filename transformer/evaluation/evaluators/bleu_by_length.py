@@ -1,6 +1,5 @@
 """BLEU by the length of the source."""
 
-import dataclasses
 import itertools
 
 from transformer.checks import at_least
@@ -9,7 +8,6 @@ from transformer.evaluation.translation import score
 
 
 @EVALUATORS.register("bleu_by_length")
-@dataclasses.dataclass(frozen=True)
 class BleuByLength(Evaluator):
     """BLEU of translations by the number of words in the source."""
 

@@ -8,7 +8,6 @@ from transformer.evaluation.evaluators.base import EVALUATORS, Evaluator, Metric
 
 
 @EVALUATORS.register("extrapolation")
-@dataclasses.dataclass(frozen=True)
 class Extrapolation(Evaluator):
     """Loss of a language model in sequences of 1, 2, 4, ..., `times` training lengths.
 
@@ -42,11 +41,10 @@ class Extrapolation(Evaluator):
             return "requires a decoder that predicts every token (causal_lm)"
         model, longest = task.model, task.data.length * self.times
         if longest > model.max_length and model.position_table:
-            return (
-                f"reads sequences of data.length * times = {longest} tokens, but the table of "
-                f"model.position = {model.position_table!r} ends at model.max_length = "
-                f"{model.max_length}; lower times, or raise model.max_length"
-            )
+            problem = f"reads sequences of data.length * times = {longest} tokens"
+            end = f"ends at model.max_length = {model.max_length}"
+            why = f"the table of model.position = {model.position_table!r} {end}"
+            return f"{problem}, but {why}; lower times, or raise model.max_length"
 
     def measured_text(self, task):
         return f"the first {self.tokens:,} tokens" if self.tokens else ""

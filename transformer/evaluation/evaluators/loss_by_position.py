@@ -1,6 +1,5 @@
 """Loss by position in the sequence."""
 
-import dataclasses
 import itertools
 
 import numpy as np
@@ -12,7 +11,6 @@ from transformer.evaluation.subject import Metrics, Snapshot, Subject
 
 
 @EVALUATORS.register("loss_by_position")
-@dataclasses.dataclass(frozen=True)
 class LossByPosition(Evaluator):
     """Loss by position in the sequence, in `parts` equal parts. It shows the value of context."""
 

@@ -11,7 +11,6 @@ from transformer.mapping import apply_overrides
 
 
 @EVALUATORS.register("loss_with")
-@dataclasses.dataclass(frozen=True)
 class LossWith(Evaluator):
     """Loss of the same parameters with one field of the model changed.
 

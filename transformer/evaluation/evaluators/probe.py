@@ -15,7 +15,6 @@ from transformer.output import count
 
 
 @EVALUATORS.register("probe")
-@dataclasses.dataclass(frozen=True)
 class Probe(Evaluator):
     """Accuracy on synthetic tasks (data/probes.py), at the training lengths and longer ones.
 

@@ -1,7 +1,5 @@
 """BLEU and sample outputs during training."""
 
-import dataclasses
-
 from transformer.checks import at_least
 from transformer.decoding.generate import Generator
 from transformer.evaluation.evaluators.base import EVALUATORS, Evaluator, Metrics, Snapshot, Subject
@@ -10,7 +8,6 @@ from transformer.output import count
 
 
 @EVALUATORS.register("translation")
-@dataclasses.dataclass(frozen=True)
 class Translation(Evaluator):
     """BLEU, chrF and sample translations of the first validation sentences, during training.
 

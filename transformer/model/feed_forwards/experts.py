@@ -22,7 +22,6 @@ token, C capacity slots per expert and sequence, n pairs of a token and one of i
 the input and output sizes of a matrix.
 """
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -41,7 +40,7 @@ from transformer.model.dropout import drop
 from transformer.model.feed_forwards.base import FEED_FORWARDS, FeedForward
 from transformer.model.feed_forwards.dense import MLP
 from transformer.model.grouped import grouped_product
-from transformer.model.initializers import matrix_init
+from transformer.model.initializers import declare, matrix_init
 from transformer.model.linear import Linear
 from transformer.model.masks import Tokens
 from transformer.model.sharding import constrain, fitting, gathered
@@ -51,7 +50,6 @@ MAX_EXPERTS = 4096
 
 
 @FEED_FORWARDS.register("experts")
-@dataclasses.dataclass(frozen=True)
 class Mixture(FeedForward):
     """A mixture of experts, each a feed-forward of `d_ff`."""
 
@@ -167,13 +165,13 @@ class Matrices(nn.Module):
             keys = jax.random.split(key, count)
             return jax.vmap(lambda key: init_expert(key, sizes, dtype))(keys)
 
-        def declare(name, init, sizes, names):
-            init = nn.with_logical_partitioning(init, ("expert", *names))
-            return self.param(name, init, (count, *sizes), cfg.param_dtype).astype(cfg.dtype)
+        def of_experts(name, init, sizes, names):
+            x = declare(self, name, init, ("expert", *names), (count, *sizes))
+            return x.astype(cfg.dtype)
 
-        kernel, bias = declare("kernel", init, sizes, names), None
+        kernel, bias = of_experts("kernel", init, sizes, names), None
         if cfg.use_bias:
-            bias = declare("bias", nn.initializers.zeros, sizes[1:], names[1:])
+            bias = of_experts("bias", nn.initializers.zeros, sizes[1:], names[1:])
         return Matrix(kernel, bias)
 
 

@@ -18,8 +18,9 @@ from transformer.model import attention_backends, attention_statistics
 from transformer.model.attention_backends.base import by_head
 from transformer.model.cache import Shared, empty_slots, extend
 from transformer.model.config import ModelConfig
+from transformer.model.initializers import declare
 from transformer.model.linear import Linear
-from transformer.model.masks import CAUSAL, SAME_SEGMENT, Mask, Tokens, window
+from transformer.model.masks import CAUSAL, SAME_SEGMENT, Mask, window
 from transformer.model.mixers.base import MIXERS, SHARED_FIELDS, SOURCE_MIXERS, Context, Mixer
 from transformer.model.positions import Position
 from transformer.model.sharding import constrain
@@ -46,10 +47,9 @@ class SelfAttention(Mixer):
     def check(self, config, side):
         size = config.num_heads * config.value_size
         if not config.attention_out and size != config.d_model:
-            return (
-                f"model.attention_out: False leaves num_heads * d_value = {size} outputs, but "
-                f"model.d_model = {config.d_model}; set it to True, or change a size"
-            )
+            outputs = f"num_heads * d_value = {size} outputs, but model.d_model = {config.d_model}"
+            way_out = "set it to True, or change a size"
+            return f"model.attention_out: False leaves {outputs}; {way_out}"
         return None
 
     def build(self, config, side, gain, out_gain):
@@ -57,10 +57,8 @@ class SelfAttention(Mixer):
 
     def empty_state(self, config, batch, slots):
         """Returns empty keys and values. A layer with a window has at most `window` slots."""
-        return KeyValue(
-            empty_slots(config, batch, slots, config.kv_heads, config.key_size("decoder")),
-            empty_slots(config, batch, slots, config.kv_heads, config.value_size),
-        )
+        sizes = config.key_size("decoder"), config.value_size
+        return KeyValue(*(empty_slots(config, batch, slots, config.kv_heads, n) for n in sizes))
 
 
 @SOURCE_MIXERS.register("cross_attention")
@@ -113,7 +111,7 @@ class Attention(nn.Module):
         """Returns the output, [B, T, D]. `tokens` are those of the queries and of the keys."""
         cfg, (q_BxTxNxH, kv) = self.config, q_and_kv
         qkv, options = (q_BxTxNxH, *map(by_head, kv)), (cfg.head_size, deterministic, index)
-        out_BxTxNxH = inner_attention(self, qkv, mask, *tokens, position, *options)
+        out_BxTxNxH = inner_attention(self, qkv, mask, tokens, position, *options)
         if cfg.attention_gate:
             out_BxTxNxH *= jax.nn.sigmoid(self._gate(x_BxTxD))
         if not cfg.attention_out:
@@ -186,18 +184,11 @@ def self_mask(config: ModelConfig, side: str) -> Mask:
 
 
 def inner_attention(
-    module: nn.Module,
-    qkv: tuple[jax.Array, jax.Array, jax.Array],
-    mask: Mask,
-    q_tokens: Tokens,
-    k_tokens: Tokens,
-    position: Position | None,
-    size: int,
-    deterministic: bool,
-    index: jax.Array | None = None,
+    module: nn.Module, qkv, mask: Mask, tokens, position, size: int, deterministic, index=None
 ) -> jax.Array:
     """Returns softmax(scale Q K^T) V, [B, T, N, H], from the backend that the config selects.
 
+    `tokens` are those of the queries and those of the keys. `position` is None in cross-attention.
     The scale is 1 / sqrt(size), times sqrt(d_head of the base / d_head), unless the config sets it.
     `index` is the cache slot of the first query; None outside decoding. Also creates the attention
     sink's parameter, passes on dropout, and records statistics if `module` is watched
@@ -206,12 +197,11 @@ def inner_attention(
     cfg = module.config
     sink_N = None
     if cfg.attention_sink:
-        zeros = nn.with_logical_partitioning(nn.initializers.zeros, ("heads",))
-        sink_N = module.param("sink", zeros, (cfg.num_heads,), cfg.param_dtype)
+        sink_N = declare(module, "sink", nn.initializers.zeros, ("heads",), (cfg.num_heads,))
     scale = size**-0.5 * (cfg.base.head_size / cfg.head_size) ** 0.5
     scale = scale if cfg.attention_scale is None else cfg.attention_scale
-    tokens, soft_cap = (q_tokens, k_tokens), cfg.attention_soft_cap
-    inputs = attention_backends.Inputs(mask, *tokens, position, scale, soft_cap, sink_N)
+    options = position, scale, cfg.attention_soft_cap, sink_N
+    inputs = attention_backends.Inputs(mask, *tokens, *options)
     if index is not None:
         inputs = inputs.replace(first=jnp.stack([index, jnp.zeros_like(index)]))
     if cfg.attention_dropout and not deterministic:

@@ -5,7 +5,6 @@ past tokens that the convolution reads (conv - 1, but at least 1), L = W + T, F 
 channels per head, X chunks, C tokens per chunk.
 """
 
-import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -15,6 +14,7 @@ from flax import linen as nn
 
 from transformer.checks import at_least
 from transformer.model.config import ModelConfig
+from transformer.model.initializers import declare
 from transformer.model.linear import Linear
 from transformer.model.masks import Tokens
 from transformer.model.mixers.attention import merge_heads
@@ -33,7 +33,6 @@ class GatedDeltaState(NamedTuple):
 
 
 @MIXERS.register("gated_delta")
-@dataclasses.dataclass(frozen=True)
 class GatedDelta(Mixer):
     """Gated DeltaNet: a linear memory with a forget gate and delta-rule writes (Yang et al. 2024).
 
@@ -110,8 +109,8 @@ class GatedDeltaNet(nn.Module):
         recurrence = single_step if length == 1 else chunked
         o_BxTxNxV, s = recurrence(q, k, v, log_a_BxTxN, b_BxTxN, document_BxT, state.s_BxNxHxV)
 
-        plain = {"kind": "rmsnorm", "gain": True, "offset": False, "zero_centered": False}
-        norm = cfg.norm_module(**plain, name="norm")
+        gain = {"norm_gain": True, "norm_zero_centered": False}
+        norm = cfg.part(norm="rmsnorm", **gain).norm_module(name="norm")
         gate_BxTxNxV = self._heads("gate", cfg.value_size)(x_BxTxD)
         o_BxTxNxV = norm(o_BxTxNxV.astype(cfg.dtype)) * nn.silu(gate_BxTxNxV)
         width = state.segments_BxW.shape[1]
@@ -130,9 +129,8 @@ class GatedDeltaNet(nn.Module):
         cfg, width, total = self.config, self.kind.conv, segments_BxL.shape[1]
         bounds = (-(width**-0.5), width**-0.5)
         init = lambda key, shape, dtype: jax.random.uniform(key, shape, dtype, *bounds)
-        init = nn.with_logical_partitioning(init, (None, "heads", "head"))
-        shape = (width, *x_BxLxNxF.shape[2:])
-        kernel = self.param("convolution", init, shape, cfg.param_dtype).astype(cfg.dtype)
+        names, shape = (None, "heads", "head"), (width, *x_BxLxNxF.shape[2:])
+        kernel = declare(self, "convolution", init, names, shape).astype(cfg.dtype)
         y_BxTxNxF = 0.0
         for i in range(width):
             shifted = slice(total - length - i, total - i)
@@ -145,7 +143,7 @@ class GatedDeltaNet(nn.Module):
         """Returns log a and b, float32[B, T, N]."""
         cfg, names = self.config, ("embed", "heads")
         project = lambda name: Linear(cfg, (cfg.num_heads,), names, False, name=name)(x_BxTxD)
-        per_head = lambda init: nn.with_logical_partitioning(init, ("heads",))
+        per_head = lambda name, init: declare(self, name, init, ("heads",), (cfg.num_heads,))
 
         def log_of_uniform(key, shape, dtype):
             return jnp.log(jax.random.uniform(key, shape, dtype, 0.01, 16.0))
@@ -154,9 +152,8 @@ class GatedDeltaNet(nn.Module):
             dt = jnp.exp(jax.random.uniform(key, shape, dtype, jnp.log(1e-3), jnp.log(1e-1)))
             return dt + jnp.log(-jnp.expm1(-dt))
 
-        shape = (cfg.num_heads,), cfg.param_dtype
-        log_rate_N = self.param("log_rate", per_head(log_of_uniform), *shape).astype(jnp.float32)
-        dt_N = self.param("dt", per_head(inverse_softplus_of_dt), *shape).astype(jnp.float32)
+        log_rate_N = per_head("log_rate", log_of_uniform).astype(jnp.float32)
+        dt_N = per_head("dt", inverse_softplus_of_dt).astype(jnp.float32)
         step_BxTxN = nn.softplus(project("decay").astype(jnp.float32) + dt_N)
         b_BxTxN = nn.sigmoid(project("write").astype(jnp.float32))
         return -jnp.exp(log_rate_N) * step_BxTxN, b_BxTxN * (1 + self.kind.negative_eigenvalues)

@@ -29,7 +29,6 @@ class Latent(NamedTuple):
 
 
 @MIXERS.register("mla")
-@dataclasses.dataclass(frozen=True)
 class MLA(Mixer):
     """Multi-head latent attention: all keys and values come from one small vector per token
     (DeepSeek-AI 2024, "DeepSeek-V2").
@@ -80,11 +79,8 @@ class MLA(Mixer):
         return functools.partial(LatentAttention, config, side, gain, out_gain, *sizes)
 
     def empty_state(self, config, batch, slots):
-        facts = config.stack_facts("decoder")
-        return Latent(
-            empty_slots(config, batch, slots, self.sizes(config)[0]),
-            empty_slots(config, batch, slots, build(config.layer_position).key_size(facts)),
-        )
+        sizes = self.sizes(config)[0], config.key_size("decoder")
+        return Latent(*(empty_slots(config, batch, slots, size) for size in sizes))
 
 
 class LatentAttention(nn.Module):
@@ -124,7 +120,7 @@ class LatentAttention(nn.Module):
         k = jnp.concatenate([k_BxSxKxH, k_BxSxKxP], axis=-1)
         qkv, mask, size = (q, k, v_BxSxKxV), self_mask(cfg, self.side), cfg.head_size + self.d_rope
         tokens, index = (context.tokens, k_tokens), context.index
-        out = inner_attention(self, qkv, mask, *tokens, position, size, deterministic, index)
+        out = inner_attention(self, qkv, mask, tokens, position, size, deterministic, index)
         if absorbed:
             out = jnp.einsum("BTNR,RNV->BTNV", out, w_v_RxNxV)
         return merge_heads(self, out, bias=False), state

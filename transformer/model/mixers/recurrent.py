@@ -7,7 +7,6 @@ B = E K.
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import ClassVar, NamedTuple
 
 import jax
@@ -148,13 +147,7 @@ class Recurrence(nn.Module):
 
     @nn.compact
     def __call__(
-        self,
-        x_BxTxD: jax.Array,
-        tokens: Tokens,
-        state: RecurrentState | None,
-        context_BxTxD: jax.Array | None = None,
-        read: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
-        source_mask_BxTxS: jax.Array | None = None,
+        self, x_BxTxD, tokens: Tokens, state, context_BxTxD=None, read=None, source_mask_BxTxS=None
     ) -> tuple[jax.Array, jax.Array | None, RecurrentState]:
         """Returns h of each token, [B, T, G], the context of each token, and the last state.
 

@@ -78,10 +78,8 @@ class Parametrization:
                 if not 0 <= value < math.inf or (key == "epsilon" and not value):
                     raise UserError(f"{field}: {value} must be finite and more than 0")
                 if key == "weight_decay" and role in ("vector", "position"):
-                    raise UserError(
-                        f"{field}: {value} has no effect, because these parameters have no weight "
-                        "decay; leave it out"
-                    )
+                    why = "because these parameters have no weight decay"
+                    raise UserError(f"{field}: {value} has no effect, {why}; leave it out")
 
     def base_of(self, config: Config) -> Config:
         """Returns the config of the base model. It is not checked."""

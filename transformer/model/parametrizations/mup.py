@@ -1,6 +1,5 @@
 """muP and CompleteP: the best learning rate of a small model is also that of a large one."""
 
-import dataclasses
 import math
 from fractions import Fraction
 from typing import ClassVar
@@ -15,7 +14,6 @@ WIDTHS = ("d_model", "d_ff", "num_heads", "d_head", "d_value")
 
 
 @PARAMETRIZATIONS.register("mup")
-@dataclasses.dataclass(frozen=True)
 class MuP(Parametrization):
     """The maximal update parametrization, for width (Yang et al. 2022, Tensor Programs V, table 8).
 
@@ -43,35 +41,29 @@ class MuP(Parametrization):
 
     def __post_init__(self):
         super().__post_init__()
+        field = "model.parametrization.base"
         for name, size in self.base.items():
             if name not in self.sizes:
-                raise UserError(
-                    f"model.parametrization.base: {self.name!r} has no size {name!r}; "
-                    f"{nearest(name, self.sizes)}"
-                )
+                way_out = nearest(name, self.sizes)
+                raise UserError(f"{field}: {self.name!r} has no size {name!r}; {way_out}")
             if type(size) is not int or not 1 <= size <= LARGEST:
-                raise UserError(f"model.parametrization.base.{name}: {size!r} is not a size")
+                raise UserError(f"{field}.{name}: {size!r} is not a size")
         if not self.base:
-            raise UserError(
-                f"model.parametrization.base: {self.name!r} needs the sizes of the base model; set "
-                "them, for example base=dict(d_model=256)"
-            )
+            way_out = "set them, for example base=dict(d_model=256)"
+            raise UserError(f"{field}: {self.name!r} needs the sizes of the base model; {way_out}")
 
     def base_of(self, config):
         sizes = {"d_model": config.d_model} | dict(self.base)
         for name in ("d_ff", "num_heads"):
             size = Fraction(getattr(config, name) * sizes["d_model"], config.d_model)
             if name not in sizes and size.denominator > 1:
-                raise UserError(
-                    f"model.parametrization.base: model.{name} = {getattr(config, name)} times "
-                    f"{sizes['d_model']} / {config.d_model} is not an integer; set base.{name}"
-                )
+                product = f"{getattr(config, name)} times {sizes['d_model']} / {config.d_model}"
+                problem = f"model.{name} = {product} is not an integer"
+                raise UserError(f"model.parametrization.base: {problem}; set base.{name}")
             sizes.setdefault(name, int(size))
         if not config.d_head and sizes["d_model"] % sizes["num_heads"]:
-            raise UserError(
-                f"model.parametrization.base: d_model = {sizes['d_model']} is not divisible by "
-                f"num_heads = {sizes['num_heads']}; change one"
-            )
+            problem = f"is not divisible by num_heads = {sizes['num_heads']}; change one"
+            raise UserError(f"model.parametrization.base: d_model = {sizes['d_model']} {problem}")
         return config.part(**sizes, num_kv_heads=math.gcd(config.kv_heads, sizes["num_heads"]))
 
     def branch_scale(self, m_L):
@@ -87,7 +79,6 @@ class MuP(Parametrization):
 
 
 @PARAMETRIZATIONS.register("completep")
-@dataclasses.dataclass(frozen=True)
 class CompleteP(MuP):
     """CompleteP: muP, with multipliers for depth (Dey et al. 2025, table 1).
 

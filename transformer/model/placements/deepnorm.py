@@ -6,7 +6,6 @@ from transformer.model.placements.base import PLACEMENTS, Placement
 
 
 @PLACEMENTS.register("deepnorm")
-@dataclasses.dataclass(frozen=True)
 class DeepNorm(Placement):
     """norm(alpha x + f(x)), with initial branch weights scaled by beta (Wang et al. 2022, DeepNet).
 

@@ -1,12 +1,9 @@
 """The placements whose parts do not depend on depth."""
 
-import dataclasses
-
 from transformer.model.placements.base import PLACEMENTS, Placement
 
 
 @PLACEMENTS.register("pre")
-@dataclasses.dataclass(frozen=True)
 class Pre(Placement):
     """x + f(norm(x)), then a final norm (Wang et al. 2019; Xiong et al. 2020; GPT-2).
 
@@ -19,7 +16,6 @@ class Pre(Placement):
 
 
 @PLACEMENTS.register("post")
-@dataclasses.dataclass(frozen=True)
 class Post(Placement):
     """norm(x + f(x)) (Vaswani et al. 2017; BERT).
 
@@ -31,7 +27,6 @@ class Post(Placement):
 
 
 @PLACEMENTS.register("peri")
-@dataclasses.dataclass(frozen=True)
 class Peri(Placement):
     """x + norm(f(norm(x))), then a final norm.
 
@@ -44,7 +39,6 @@ class Peri(Placement):
 
 
 @PLACEMENTS.register("res_post")
-@dataclasses.dataclass(frozen=True)
 class ResPost(Placement):
     """x + norm(f(x)), then a final norm: res-post-norm (Liu et al. 2022, Swin v2; OLMo 2)."""
 
@@ -53,13 +47,11 @@ class ResPost(Placement):
 
 
 @PLACEMENTS.register("none")
-@dataclasses.dataclass(frozen=True)
 class NoNorm(Placement):
     """x + f(x), without any norm."""
 
 
 @PLACEMENTS.register("rezero")
-@dataclasses.dataclass(frozen=True)
 class ReZero(Placement):
     """x + g f(x) with a learned g, initially 0, and no norm (Bachlechner et al. 2021)."""
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax import struct
 
+from transformer.checks import at_least, one_of, positive
 from transformer.model.positions.base import Position, declare, option, register
 
 
@@ -31,11 +32,7 @@ class Learned(Position):
     table_MxD: jax.Array | None = None
 
     def check(self, facts):
-        if self.offset < 0:
-            return f"model.position.offset: {self.offset} is too small; at least 0"
-        if self.init_std < 0:
-            return f"model.position.init_std: {self.init_std} is too small; at least 0"
-        return None
+        at_least("model.position", self, 0, "offset", "init_std")
 
     def bind(self, param, facts):
         shape, names = (facts.max_length + self.offset, facts.d_model), ("positions", "embed")
@@ -69,13 +66,9 @@ class Sinusoidal(Position):
     offset: int = option(0)
 
     def check(self, facts):
-        if self.layout not in ("interleaved", "halves"):
-            layouts = "choose from: halves, interleaved"
-            return f"model.position.layout: unknown value {self.layout!r}; {layouts}"
-        if self.base <= 0:
-            return f"model.position.base: {self.base} must be more than 0"
-        if self.offset < 0:
-            return f"model.position.offset: {self.offset} is too small; at least 0"
+        one_of("model.position.layout", self.layout, ("interleaved", "halves"))
+        positive("model.position", self, "base")
+        at_least("model.position", self, 0, "offset")
         if facts.d_model % 2:
             return "model.position: 'sinusoidal' needs an even model.d_model; change one of them"
         return None

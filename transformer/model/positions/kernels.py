@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax import struct
 
+from transformer.checks import positive
 from transformer.model.positions.base import Position, declare, fact, option, per_head, register
 
 
@@ -109,10 +110,7 @@ class Fire(Position):
     layers: tuple = ()
 
     def check(self, facts):
-        for name in ("width", "threshold"):
-            if getattr(self, name) <= 0:
-                return f"model.position.{name}: {getattr(self, name)} must be more than 0"
-        return None
+        positive("model.position", self, "width", "threshold")
 
     def bind(self, param, facts):
         new = functools.partial(declare, param, facts)

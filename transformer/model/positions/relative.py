@@ -44,10 +44,8 @@ class ALiBi(Position):
             return f"model.position.slopes: unknown value {self.slopes!r}; {choices}"
         valid = all(0 <= slope < math.inf for slope in self.slopes)
         if len(self.slopes) not in (1, facts.num_heads) or not valid:
-            return (
-                f"model.position.slopes: {self.slopes}; set one number, or one for each of the "
-                f"{facts.num_heads} heads, finite and not below 0"
-            )
+            way_out = f"set one number, or one for each of the {facts.num_heads} heads"
+            return f"model.position.slopes: {self.slopes}; {way_out}, finite and not below 0"
         return None
 
     def bind(self, param, facts):
@@ -98,10 +96,8 @@ class T5Bias(Position):
     def check(self, facts):
         buckets, longest = self.num_buckets, self.max_distance
         if buckets < 4 or buckets % 4 or longest <= buckets // 2:
-            return (
-                "model.position: 't5' needs num_buckets to be a multiple of 4 and max_distance to "
-                f"be more than num_buckets / 2, got {buckets} and {longest}"
-            )
+            needs = "num_buckets to be a multiple of 4 and max_distance to be more than half of it"
+            return f"model.position: 't5' needs {needs}, got {buckets} and {longest}"
         return None
 
     def bind(self, param, facts):

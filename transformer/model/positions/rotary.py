@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import struct
 from flax.core import FrozenDict
 
+from transformer.checks import one_of, positive
 from transformer.model.positions.base import Position, StackFacts, fact, option, register
 from transformer.model.positions.rotary_scaling import SCALINGS, Scaling
 
@@ -44,17 +45,13 @@ class Rotary(Position):
     cos_BxTx1xP: jax.Array | None = None
 
     def check(self, facts: StackFacts) -> str | None:
-        if self.layout not in ("halves", "interleaved"):
-            layouts = "choose from: halves, interleaved"
-            return f"model.position.layout: unknown value {self.layout!r}; {layouts}"
-        if self.theta <= 0:
-            return f"model.position.theta: {self.theta} must be more than 0"
+        one_of("model.position.layout", self.layout, ("halves", "interleaved"))
+        positive("model.position", self, "theta")
         rotated = int(facts.d_head * self.fraction)
         if not 0 < self.fraction <= 1 or rotated % 2 or rotated == 0:
-            return (
-                "model.position: rotation needs pairs of dimensions; d_head * fraction = "
-                f"{facts.d_head} * {self.fraction} must be even and positive"
-            )
+            size = f"d_head * fraction = {facts.d_head} * {self.fraction}"
+            way_out = f"{size} must be even and positive"
+            return f"model.position: rotation needs pairs of dimensions; {way_out}"
         if problem := self._scaling.check(self.theta, rotated):
             return f"model.position.scaling.{problem}"
         return None
@@ -73,11 +70,8 @@ class Rotary(Position):
         frequency_BxP = jnp.broadcast_to(frequency_BxP, (positions_BxT.shape[0], rotated // 2))
         phase_BxTxP = positions_BxT[..., None].astype(jnp.float32) * frequency_BxP[:, None]
         phase_BxTx1xP = phase_BxTxP[:, :, None]
-        magnitude = self._scaling.magnitude
-        return self.replace(
-            sin_BxTx1xP=magnitude * jnp.sin(phase_BxTx1xP),
-            cos_BxTx1xP=magnitude * jnp.cos(phase_BxTx1xP),
-        )
+        sin, cos = (self._scaling.magnitude * f(phase_BxTx1xP) for f in (jnp.sin, jnp.cos))
+        return self.replace(sin_BxTx1xP=sin, cos_BxTx1xP=cos)
 
     def rotate(self, q_BxTxNxH, k_BxTxKxH):
         return self._rotated(q_BxTxNxH), self._rotated(k_BxTxKxH)

@@ -31,18 +31,13 @@ class Scaling:
 
         The line starts with an option.
         """
-        if d < self.min_dimensions:
-            return (
-                f"name: {self.name!r} needs at least {self.min_dimensions} rotated dimensions, "
-                f"not {d}"
-            )
+        if d < (least := self.min_dimensions):
+            return f"name: {self.name!r} needs at least {least} rotated dimensions, not {d}"
         if getattr(self, "factor", 1.0) < 1.0:
             return f"factor: {self.factor} must be at least 1"
         if self.has_no_effect:
-            return (
-                "factor: 1.0 has no effect; set a number over 1, "
-                "or leave model.position.scaling at 'none'"
-            )
+            way_out = "set a number over 1, or leave model.position.scaling at 'none'"
+            return f"factor: 1.0 has no effect; {way_out}"
         if getattr(self, "original_length", 1) < 1:
             return "original_length: must be set to the length that the model was trained on"
         return None
@@ -66,7 +61,6 @@ class Scaling:
 
 
 @SCALINGS.register("linear")
-@dataclasses.dataclass(frozen=True)
 class LinearScaling(Scaling):
     """f_i / factor, or "position interpolation" (Chen et al. 2023)."""
 
@@ -77,7 +71,6 @@ class LinearScaling(Scaling):
 
 
 @SCALINGS.register("proportional")
-@dataclasses.dataclass(frozen=True)
 class Proportional(Scaling):
     """f_i for the fastest floor(share d/2) pairs, and 0 for the others, which ignore positions.
 
@@ -102,7 +95,6 @@ class Proportional(Scaling):
 
 
 @SCALINGS.register("ntk")
-@dataclasses.dataclass(frozen=True)
 class NTKScaling(Scaling):
     """Replaces theta by theta * factor^(d / (d - 2)) ("NTK-aware" scaling).
 
@@ -118,7 +110,6 @@ class NTKScaling(Scaling):
 
 
 @SCALINGS.register("dynamic")
-@dataclasses.dataclass(frozen=True)
 class DynamicScaling(Scaling):
     """NTK with a factor that grows with the sequence length.
 
@@ -143,7 +134,6 @@ class DynamicScaling(Scaling):
 
 
 @SCALINGS.register("longrope")
-@dataclasses.dataclass(frozen=True)
 class LongRoPEScaling(Scaling):
     """f_i / short_i in sequences of up to `original_length` tokens, and f_i / long_i in longer ones
     (Ding et al. 2024, "LongRoPE"; Phi-3).
@@ -155,8 +145,6 @@ class LongRoPEScaling(Scaling):
     long_factors: tuple[float, ...] = ()
     original_length: int = 0
     attention_factor: float = 1.0  # multiplies rotated queries and keys
-
-    has_no_effect = False
 
     def check(self, theta, d):
         for name in ("short_factors", "long_factors"):
@@ -176,7 +164,6 @@ class LongRoPEScaling(Scaling):
 
 
 @SCALINGS.register("yarn")
-@dataclasses.dataclass(frozen=True)
 class YaRNScaling(Scaling):
     """Scales only slow pairs (Peng et al. 2023, "YaRN").
 
@@ -196,24 +183,20 @@ class YaRNScaling(Scaling):
         if theta <= 1.0:
             return f"name: 'yarn' needs model.position.theta over 1, not {theta}"
         if not 0 < self.beta_slow < self.beta_fast:
-            return (
-                f"beta_fast: {self.beta_fast} must be more than beta_slow = {self.beta_slow}, "
-                "and both more than 0"
-            )
+            problem = f"{self.beta_fast} must be more than beta_slow = {self.beta_slow}"
+            return f"beta_fast: {problem}, and both more than 0"
         return super().check(theta, d)
 
     def frequencies(self, theta, d, length_B):
         f_P = super().frequencies(theta, d, length_B)
-        pair_at = lambda rotations: (
-            d * math.log(self.original_length / (rotations * 2 * math.pi)) / (2 * math.log(theta))
-        )
+        wavelength_at = lambda rotations: self.original_length / (rotations * 2 * math.pi)
+        pair_at = lambda rotations: d * math.log(wavelength_at(rotations)) / (2 * math.log(theta))
         low, high = pair_at(self.beta_fast), pair_at(self.beta_slow)
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, d - 1)
-        ramp_P = jnp.clip(
-            (jnp.arange(d // 2, dtype=jnp.float32) - low) / ((high - low) or 1e-3), 0.0, 1.0
-        )
+        pair_P = jnp.arange(d // 2, dtype=jnp.float32)
+        ramp_P = jnp.clip((pair_P - low) / ((high - low) or 1e-3), 0.0, 1.0)
         return f_P / self.factor * ramp_P + f_P * (1.0 - ramp_P)
 
     @property
@@ -222,7 +205,6 @@ class YaRNScaling(Scaling):
 
 
 @SCALINGS.register("llama3")
-@dataclasses.dataclass(frozen=True)
 class Llama3Scaling(Scaling):
     """Scales only long wavelengths (Llama 3.1).
 
@@ -239,10 +221,8 @@ class Llama3Scaling(Scaling):
     def check(self, theta, d):
         low, high = self.low_frequency_factor, self.high_frequency_factor
         if not 0 < low < high:
-            return (
-                f"high_frequency_factor: {high} must be more than low_frequency_factor = {low}, "
-                "and both more than 0"
-            )
+            problem = f"{high} must be more than low_frequency_factor = {low}"
+            return f"high_frequency_factor: {problem}, and both more than 0"
         return super().check(theta, d)
 
     def frequencies(self, theta, d, length_B):

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from transformer.checks import positive
 from transformer.model.positions.base import Position, StackFacts, fact, option, register
 from transformer.model.positions.rotary import Rotary
 
@@ -67,25 +68,18 @@ class XPos(Position):
 
     def check(self, facts: StackFacts) -> str | None:
         if not facts.causal:
-            return (
-                "model.position: 'xpos' decays toward the past and needs a causal mask; "
-                "choose 'rotary'"
-            )
-        for name in ("gamma", "scale_base"):
-            if getattr(self, name) <= 0:
-                return f"model.position.{name}: {getattr(self, name)} must be more than 0"
+            needs = "decays toward the past and needs a causal mask"
+            return f"model.position: 'xpos' {needs}; choose 'rotary'"
+        positive("model.position", self, "gamma", "scale_base")
         if self._block_length < 2 * _ROW:  # factors within one row must fit float32
-            return (
-                f"model.position.scale_base: {self.scale_base} with gamma = {self.gamma} decays "
-                f"by more than 2^{_BITS} within {_ROW} positions, which float32 cannot represent; "
-                "raise one of them"
-            )
+            decays = f"with gamma = {self.gamma} decays by more than 2^{_BITS}"
+            problem = f"{decays} within {_ROW} positions, which float32 cannot represent"
+            return f"model.position.scale_base: {self.scale_base} {problem}; raise one of them"
         if self._blocks(facts.max_length) > _MOST_BLOCKS:
-            return (
-                f"model.max_length: {facts.max_length} is too large for model.position 'xpos'; "
-                f"at most {_MOST_BLOCKS * self._block_length} with scale_base = {self.scale_base} "
-                f"and gamma = {self.gamma}"
-            )
+            options = f"scale_base = {self.scale_base} and gamma = {self.gamma}"
+            limit = f"at most {_MOST_BLOCKS * self._block_length} with {options}"
+            problem = f"{facts.max_length} is too large for model.position 'xpos'"
+            return f"model.max_length: {problem}; {limit}"
         return Rotary(theta=self.theta).check(facts)
 
     @property
@@ -114,23 +108,17 @@ class XPos(Position):
 
         row_BxT, offset_BxT = positions_BxT // _ROW, positions_BxT % _ROW
         # Queries have exp(decay (t - c)) for each block, and 0 for blocks of later keys.
-        block_difference_CxA = start_A // length - np.arange(blocks)[:, None]
+        blocks_after_CxAx1 = (start_A // length - np.arange(blocks)[:, None])[..., None]
         exponent_CxAxP = (start_A - center_C[:, None])[..., None] * decay_P
-        q_CxAxP = np.where(
-            block_difference_CxA[..., None] >= 0, np.exp(np.minimum(exponent_CxAxP, 80.0)), 0.0
-        )
-        k_CxAxP = np.where(
-            block_difference_CxA[..., None] == 0, np.exp(np.clip(-exponent_CxAxP, -80, 80)), 0.0
-        )
+        q_CxAxP = np.where(blocks_after_CxAx1 >= 0, np.exp(np.minimum(exponent_CxAxP, 80)), 0.0)
+        k_CxAxP = np.where(blocks_after_CxAx1 == 0, np.exp(np.clip(-exponent_CxAxP, -80, 80)), 0.0)
         offset_exponents = np.arange(_ROW)[:, None] * decay_P
         sin, cos = self._sin_cos(positions_BxT, start_A, angle_P)
-        return self.replace(
-            rotary=Rotary(d_head=self.d_head, sin_BxTx1xP=sin, cos_BxTx1xP=cos),
-            q_zeta_CxBxTx1xP=jnp.stack([_look_up(x, row_BxT) for x in q_CxAxP])
-            * _look_up(np.exp(offset_exponents), offset_BxT),
-            k_zeta_CxBxTx1xP=jnp.stack([_look_up(x, row_BxT) for x in k_CxAxP])
-            * _look_up(np.exp(-offset_exponents), offset_BxT),
-        )
+        rotary = Rotary(d_head=self.d_head, sin_BxTx1xP=sin, cos_BxTx1xP=cos)
+        rows_CxBxTx1xP = lambda x_CxAxP: jnp.stack([_look_up(x, row_BxT) for x in x_CxAxP])
+        q_zeta = rows_CxBxTx1xP(q_CxAxP) * _look_up(np.exp(offset_exponents), offset_BxT)
+        k_zeta = rows_CxBxTx1xP(k_CxAxP) * _look_up(np.exp(-offset_exponents), offset_BxT)
+        return self.replace(rotary=rotary, q_zeta_CxBxTx1xP=q_zeta, k_zeta_CxBxTx1xP=k_zeta)
 
     def _sin_cos(self, positions_BxT, start_A, angle_P):
         """Returns the sine and cosine of t times the angles, by the angle addition formulas.
@@ -138,13 +126,9 @@ class XPos(Position):
         A phase of 65,536 in float32 would be off by 0.004.
         """
         row_BxT, offset_BxT = positions_BxT // _ROW, positions_BxT % _ROW
-        phases = (
-            (start_A[:, None] * angle_P, row_BxT),
-            (np.arange(_ROW)[:, None] * angle_P, offset_BxT),
-        )
-        (sin_a, cos_a), (sin_b, cos_b) = (
-            (_look_up(np.sin(x), index), _look_up(np.cos(x), index)) for x, index in phases
-        )
+        waves = lambda x, index: (_look_up(np.sin(x), index), _look_up(np.cos(x), index))
+        sin_a, cos_a = waves(start_A[:, None] * angle_P, row_BxT)
+        sin_b, cos_b = waves(np.arange(_ROW)[:, None] * angle_P, offset_BxT)
         return sin_a * cos_b + cos_a * sin_b, cos_a * cos_b - sin_a * sin_b
 
     def rotate(self, q_BxTxNxH, k_BxTxKxH):

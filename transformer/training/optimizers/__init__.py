@@ -1,4 +1,4 @@
-"""Update rules, which turn a gradient into the direction of a step. One file each (see base.py)."""
+"""Update rules, which turn a gradient into the direction of a step (see base.py)."""
 
 from transformer.registry import Registry
 

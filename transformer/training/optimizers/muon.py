@@ -3,7 +3,6 @@
 Shape suffixes: G matrices of equal shape, n rows and m columns with n <= m.
 """
 
-import dataclasses
 import itertools
 import math
 import re
@@ -13,13 +12,12 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import struct
-from flax.core import meta
 from jax.sharding import PartitionSpec as P
 
 from transformer.checks import positive
 from transformer.errors import UserError
 from transformer.model.roles import STACKED, Axes, matrix_axes, role
-from transformer.parallel.sharding import path_name
+from transformer.parallel.sharding import is_box, path_name
 from transformer.training.optimizers.base import OPTIMIZERS, Optimizer
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -27,7 +25,6 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
 @OPTIMIZERS.register("muon")
-@dataclasses.dataclass(frozen=True)
 class Muon(Optimizer):
     """Muon for the matrices of layers, and AdamW for all other parameters.
 
@@ -62,7 +59,7 @@ class Muon(Optimizer):
         mix = lambda m, g: beta * m + (1.0 - beta) * g
 
         def init(params):
-            leaves, tree = jax.tree_util.tree_flatten_with_path(params, is_leaf=_is_box)
+            leaves, tree = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_box)
             axes = tuple(_axes(path_name(path), x, self.per_head) for path, x in leaves)
             matrices, others = _split(tree, [x for _, x in leaves], axes)
             return MuonState(jax.tree.map(jnp.zeros_like, matrices), adam.init(others), axes)
@@ -99,13 +96,11 @@ def _axes(path: str, x: Any, per_head: bool) -> Axes | None:
 
     Raises UserError without logical names.
     """
-    if not _is_box(x):
+    if not is_box(x):
         if not re.match(r"(encoder|decoder)/layers", path):
             return None
-        raise UserError(
-            f"optimizer.name: 'muon' needs the logical axes of {path}; initialize its state with "
-            "the parameters that model.init_with_axes returns"
-        )
+        way_out = "initialize its state with the parameters that model.init_with_axes returns"
+        raise UserError(f"optimizer.name: 'muon' needs the logical axes of {path}; {way_out}")
     if role(path, x.names) != "matrix":
         return None
     return matrix_axes(x.names, STACKED | ({"heads", "kv_heads"} if per_head else set()))
@@ -162,14 +157,8 @@ def newton_schulz(x_Gxnxm: jax.Array, steps: int) -> jax.Array:
     return x
 
 
-def _is_box(x) -> bool:
-    return isinstance(x, meta.AxisMetadata)
-
-
 def _split(tree, leaves: list, axes: tuple[Axes | None, ...]) -> tuple[Any, Any]:
     """Returns the tree of matrices and that of other parameters. Each has None for the others."""
-    pairs = list(zip(leaves, axes, strict=True))
-    return (
-        tree.unflatten([None if a is None else x for x, a in pairs]),
-        tree.unflatten([x if a is None else None for x, a in pairs]),
-    )
+    matrices = [None if a is None else x for x, a in zip(leaves, axes, strict=True)]
+    others = [x if a is None else None for x, a in zip(leaves, axes, strict=True)]
+    return tree.unflatten(matrices), tree.unflatten(others)
