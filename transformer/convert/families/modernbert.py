@@ -5,16 +5,8 @@ layer attends globally, and the others attend within a local window.
 """
 
 from transformer.convert.family import Family
-from transformer.convert.fields import (
-    ACTIVATIONS,
-    Fields,
-    field,
-    layer_count,
-    layer_kinds,
-    optional,
-    positive,
-    shortest_period,
-)
+from transformer.convert.fields import ACTIVATIONS, Fields, field, optional, positive
+from transformer.convert.layers import layer_kinds, shortest_period
 from transformer.convert.rope import rotary_by_type, write_rope
 from transformer.convert.weights import fused, linear, norm, same
 from transformer.model.config import ModelConfig
@@ -23,7 +15,7 @@ _FIELDS = {
     "vocab_size": field(50368, "vocab_size"),
     "hidden_size": field(768, "d_model"),
     "intermediate_size": field(1152, "d_ff"),
-    "num_hidden_layers": layer_count(22, "num_encoder_layers"),
+    "num_hidden_layers": field(22, "num_encoder_layers"),
     "num_attention_heads": field(12, "num_heads"),
     "max_position_embeddings": field(8192, "max_length"),
     "local_attention": 128,
@@ -110,17 +102,11 @@ def _weights(c: ModelConfig):
 
 FAMILIES = [
     Family(
-        "modernbert",
-        "ModernBertForMaskedLM",
-        "encoder",
-        _read,
-        _write,
-        _weights,
-        _FIELDS,
+        "modernbert", "ModernBertForMaskedLM", "encoder", _read, _write, _weights, _FIELDS,
         table="model.embeddings.tok_embeddings",
         head="decoder",
         special_tokens={"pad_token_id": 50_283, "bos_token_id": 50_281, "eos_token_id": 50_282},
         prefix="model.",
         heads=("head.", "classifier."),
     )
-]
+]  # fmt: skip
