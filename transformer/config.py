@@ -101,7 +101,6 @@ class Experiment:
             raise UserError(f"data.objective: {name!r} {problem}")
 
     def _check_parametrization(self) -> None:
-        """Checks that the optimizer can apply the multipliers of the parametrization."""
         chosen, rule = PARAMETRIZATIONS.build(self.model.parametrization), self.optimizer.rule
         if self.model.base != self.model and not rule.scales_with_size:
             names = [repr(n) for n in OPTIMIZERS if OptimizerConfig(name=n).rule.scales_with_size]

@@ -10,7 +10,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 
 def open_closed_streams() -> None:
@@ -172,6 +172,20 @@ def styled(text: str, style: int, stream) -> str:
     # https://no-color.org
     plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not stream.isatty()
     return text if plain else f"\x1b[{style}m{text}\x1b[0m"
+
+
+def counting(text: str, total: int) -> Callable[[int], None]:
+    """Returns a function that shows in a terminal how many of `total` are done.
+
+    The line is erased at the end. Nothing is written to a log file.
+    """
+
+    def show(done: int) -> None:
+        if sys.stderr.isatty():
+            line = f"{text} {done:,}/{total:,}" if done < total else ""
+            print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
+
+    return show
 
 
 @contextlib.contextmanager

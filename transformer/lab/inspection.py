@@ -105,7 +105,6 @@ def observe_text(trained: LoadedRun, mesh: Mesh, text: str, target: str = "") ->
 
 
 def _check(model, tokenizer: Tokenizer | None, text: str) -> None:
-    """Raises UserError if there is nothing to observe."""
     if not model.observes("maps"):
         raise UserError(f"inspect: model.mixer = {plain(model.mixer)!r} has no attention weights")
     if not model.lm_head:

@@ -70,7 +70,8 @@ def run_study(
     waiting, table = share_of(study, shard, max_group), Table(study, sys.stderr)
     first, alone = host[0] == 0, host[1] == 1
     working, failed, interrupted, next_check = [], [], False, 0.0
-    with _stopping() as stopped, _stopping_children(working):
+    with _stopping() as stopped, contextlib.ExitStack() as at_end:
+        at_end.callback(lambda: [child.wait() for child in working])
         while (waiting and not stopped()) or working:
             for group in waiting[:] if time.monotonic() >= next_check else ():
                 if len(working) == jobs or stopped():
@@ -109,17 +110,6 @@ STOPPED = (143, -signal.SIGTERM)
 """Exit codes of a process that received SIGTERM, after it has saved its state if necessary."""
 
 
-@contextlib.contextmanager
-def _stopping_children(working: list["_Child"]) -> Iterator[None]:
-    """Stops all child processes on exit, also after an exception."""
-    try:
-        yield
-    finally:
-        for child in working:
-            child.stop()
-            child.end(child.process.wait())
-
-
 class _Child:
     """A process that trains and evaluates runs. On a pod, this is the process of host `index`."""
 
@@ -141,6 +131,11 @@ class _Child:
         if not self.stopping:
             self.stopping = True
             self.process.send_signal(signal.SIGTERM)
+
+    def wait(self) -> None:
+        """Stops the process if it is running, and waits for its end."""
+        self.stop()
+        self.end(self.process.wait())
 
     def end(self, code: int) -> list[PlannedRun]:
         """Releases the claims on its runs, and returns the runs that failed."""
@@ -209,9 +204,7 @@ def train_and_evaluate(
             run.release()
 
 
-def _train_and_evaluate(
-    chosen: Sequence[PlannedRun], evaluate: Callable[[PlannedRun], None]
-) -> int:
+def _train_and_evaluate(chosen: Sequence[PlannedRun], evaluate: Callable) -> int:
     """`train_and_evaluate`, on runs that this process has claimed."""
     loop.received_signals.clear()
     failed: list[PlannedRun] = []

@@ -65,10 +65,6 @@ def _read_gemma(f: Fields) -> dict:
     return rotary(f) | _common(f) | {"activation": activation}
 
 
-def _write_gemma(c: ModelConfig) -> dict:
-    return write_rotary(c) | {"hidden_act": _activation(c)}
-
-
 def _activation(c: ModelConfig) -> str:
     return (ACTIVATIONS_BACK | {"gelu_tanh": "gelu_pytorch_tanh"})[c.activation]
 
@@ -113,7 +109,9 @@ def _write_gemma3(c: ModelConfig) -> dict:
 
 
 FAMILIES = [
-    _variant(_GEMMA_1, _read_gemma, _write_gemma).family("gemma", "GemmaForCausalLM"),
+    _variant(
+        _GEMMA_1, _read_gemma, lambda c: write_rotary(c) | {"hidden_act": _activation(c)}
+    ).family("gemma", "GemmaForCausalLM"),
     _variant(_GEMMA_2, _read_gemma2, _write_gemma2, _PERI).family("gemma2", "Gemma2ForCausalLM"),
     _variant(_GEMMA_3, _read_gemma3, _write_gemma3, _PERI).family(
         "gemma3_text", "Gemma3ForCausalLM"
