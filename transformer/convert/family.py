@@ -109,10 +109,10 @@ class Family:
     def _common_aliases(self) -> dict[str, str]:
         """The names that every config class of Transformers also has for three of its fields."""
         layers = "num_decoder_layers" if self.ours == "decoder" else "num_encoder_layers"
-        ours = {"hidden_size": "d_model", "num_attention_heads": "num_heads"}
-        ours |= {"num_hidden_layers": layers}
-        find = lambda paired: next(n for n, x in self.fields.items() if field(x).ours == paired)
-        return {alias: find(paired) for alias, paired in ours.items()}
+        names = {"d_model": "hidden_size", "num_heads": "num_attention_heads"}
+        names |= {layers: "num_hidden_layers"}
+        pairs = [(field(x).ours, name) for name, x in self.fields.items()]
+        return {names[ours]: name for ours, name in reversed(pairs) if ours in names}
 
     def their_config(self, config: ModelConfig) -> dict:
         """Returns the config.json for a ModelConfig.
