@@ -1,7 +1,6 @@
 """The Python functions behind the command line: train, load_run, evaluate and generate."""
 
 import os
-import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ import jax
 from jax.sharding import Mesh
 
 from transformer.config import Experiment, MeshConfig
-from transformer.config_io import load_experiment
+from transformer.config_io import NOTHING, load_experiment
 from transformer.data.corpora import data_home
 from transformer.decoding.generate import Generator, check_texts
 from transformer.errors import UserError
@@ -22,13 +21,11 @@ from transformer.runs.evaluate import evaluate as evaluate_trained
 from transformer.runs.loop import train as train_in
 from transformer.runs.rundir import is_converted, load_config
 
-NO_OVERRIDES: Mapping[str, Any] = types.MappingProxyType({})
-
 
 def train(
     experiment: str | Mapping | Experiment,
     workdir: str | os.PathLike,
-    overrides: Mapping[str, Any] = NO_OVERRIDES,
+    overrides: Mapping[str, Any] = NOTHING,
 ) -> LoadedRun:
     """Trains an experiment in `workdir`, or resumes its run, and loads the result.
 
@@ -55,7 +52,7 @@ def train(
     return load_run(workdir, mesh_fields)
 
 
-def load_run(workdir: str | os.PathLike, overrides: Mapping[str, Any] = NO_OVERRIDES) -> LoadedRun:
+def load_run(workdir: str | os.PathLike, overrides: Mapping[str, Any] = NOTHING) -> LoadedRun:
     """Loads the last checkpoint of a run.
 
     Args:

@@ -10,7 +10,7 @@ import time
 import traceback
 
 from transformer.errors import UserError, from_os_error, nearest, tracebacks
-from transformer.output import flush, red, redirect_to_devnull, survive_closed_readers
+from transformer.output import RED, flush, redirect_to_devnull, styled, survive_closed_readers
 
 ABOUT = """Transformers in JAX: train, evaluate and use encoders, decoders and encoder-decoders.
 
@@ -63,7 +63,7 @@ def _fail(error: UserError) -> int:
 def _print_error(line: str) -> None:
     """Prints the reason why a command ends. Ignores a closed standard error."""
     with contextlib.suppress(OSError):
-        print(red(line, sys.stderr), file=sys.stderr)
+        print(styled(line, RED, sys.stderr), file=sys.stderr)
 
 
 def _exit_if_distributed(code: int, error: Exception | None = None) -> None:

@@ -25,22 +25,14 @@ __all__ = [
 
 _EFFECTS = (
     Effect(("model.pipeline_microbatches",), "stages: mesh.stage > 1", lambda c: c.mesh.stage != 1),
-    Effect(
-        ("train.z_loss",),
-        "an objective that predicts tokens",
-        lambda c: c.objective.predicts_tokens,
-    ),
-    Effect(
-        ("train.init_positions",),
-        "a position table: model.position='learned'",
-        lambda c: bool(c.model.position_table),
-    ),
-    Effect(
-        tuple(f"decoding.{field.name}" for field in dataclasses.fields(DecodingConfig)),
-        "a model that generates text (data.objective: causal_lm, prefix_lm or seq2seq)",
-        lambda c: c.objective.generates_text,
-    ),
-)
+    Effect(("train.z_loss",), "an objective that predicts tokens",
+           lambda c: c.objective.predicts_tokens),
+    Effect(("train.init_positions",), "a position table: model.position='learned'",
+           lambda c: bool(c.model.position_table)),
+    Effect(tuple(f"decoding.{field.name}" for field in dataclasses.fields(DecodingConfig)),
+           "a model that generates text (data.objective: causal_lm, prefix_lm or seq2seq)",
+           lambda c: c.objective.generates_text),
+)  # fmt: skip
 
 
 @strict("", _EFFECTS)
@@ -79,9 +71,7 @@ class Experiment:
                 f"train.steps = {self.train.steps}, where the last decay ends"
             )
         self._check_parametrization()
-        objective = self.objective
-        choice = self.data.objective
-        name = choice if isinstance(choice, str) else choice["name"]
+        objective, name = self.objective, self.objective.name
         if self.model.family not in objective.families:
             raise UserError(
                 f"data.objective: {name!r} trains a model of family "
@@ -102,8 +92,7 @@ class Experiment:
             if getattr(self.decoding, field) > limit:
                 raise UserError(
                     f"decoding.{field}: {getattr(self.decoding, field):,} is too large for "
-                    f"model.vocab_size = {vocab:,}; "
-                    f"at most {limit:,}"
+                    f"model.vocab_size = {vocab:,}; at most {limit:,}"
                 )
         for evaluator in map(EVALUATORS.build, self.train.evaluators):
             if problem := evaluator.why_not(self):
@@ -112,7 +101,6 @@ class Experiment:
             raise UserError(f"data.objective: {name!r} {problem}")
 
     def _check_parametrization(self) -> None:
-        """Checks that the optimizer can apply the multipliers of the parametrization."""
         chosen, rule = PARAMETRIZATIONS.build(self.model.parametrization), self.optimizer.rule
         if self.model.base != self.model and not rule.scales_with_size:
             names = [repr(n) for n in OPTIMIZERS if OptimizerConfig(name=n).rule.scales_with_size]

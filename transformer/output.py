@@ -10,7 +10,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 
 def open_closed_streams() -> None:
@@ -116,6 +116,12 @@ def event(number: int, text: str) -> str:
     return f"{number:,} {text}"
 
 
+def listed(names: Sequence[str], limit: int, separator: str = ", ", last: str = " ") -> str:
+    """Joins the first names of a list, and counts the others: "a, b and 3 more"."""
+    more = f"{last}and {len(names) - limit} more" if len(names) > limit else ""
+    return separator.join(names[:limit]) + more
+
+
 def columns(rows: list[list[str]]) -> list[str]:
     """Formats rows of cells as lines with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -157,20 +163,29 @@ def human_number(x: float) -> str:
     return f"{x:,.2f}" if abs(x) < 1e6 else f"{x:.1e}"
 
 
-def bold(text: str, stream) -> str:
-    """Returns `text` in bold, if `stream` is a terminal that shows it."""
-    return _styled(text, "1", stream)
+BOLD, RED = 1, 31
+"""Styles of text on a terminal."""
 
 
-def red(text: str, stream) -> str:
-    """Returns `text` in red, if `stream` is a terminal that shows it."""
-    return _styled(text, "31", stream)
-
-
-def _styled(text: str, code: str, stream) -> str:
+def styled(text: str, style: int, stream) -> str:
+    """Returns `text` in a style, if `stream` is a terminal that shows it."""
     # https://no-color.org
     plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not stream.isatty()
-    return text if plain else f"\x1b[{code}m{text}\x1b[0m"
+    return text if plain else f"\x1b[{style}m{text}\x1b[0m"
+
+
+def counting(text: str, total: int) -> Callable[[int], None]:
+    """Returns a function that shows in a terminal how many of `total` are done.
+
+    The line is erased at the end. Nothing is written to a log file.
+    """
+
+    def show(done: int) -> None:
+        if sys.stderr.isatty():
+            line = f"{text} {done:,}/{total:,}" if done < total else ""
+            print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
+
+    return show
 
 
 @contextlib.contextmanager

@@ -45,8 +45,9 @@ class Family:
     of a language model's output layer, which may be tied. `weights(config)` yields every other
     tensor that holds parameters.
 
-    `aliases` are other names of `fields`. `prefix` is an optional prefix of tensor names (GPT-2's
-    files on the hub omit it); names that begin with `head` or one of `heads` never have it.
+    `aliases` are other names of `fields`, besides the three that every config class has. `prefix`
+    is an optional prefix of tensor names (GPT-2's files on the hub omit it); names that begin with
+    `head` or one of `heads` never have it.
 
     A tensor that `weights` does not name raises an error unless it is one of three:
 
@@ -94,7 +95,7 @@ class Family:
 
         Raises UserError with the name of a field that a ModelConfig cannot express.
         """
-        fields = Fields(theirs, self.model_type, self.fields, self.aliases)
+        fields = Fields(theirs, self.model_type, self.fields, self._common_aliases | self.aliases)
         if self.ours != "encoder":
             fields.must("is_causal", True, "the decoder would attend to later tokens")
         read = self.read(fields, tensors)
@@ -103,6 +104,15 @@ class Family:
         config = special_tokens.read(theirs, self.special_tokens, config) | config
         fields.check_all_read()
         return ModelConfig(**config)
+
+    @property
+    def _common_aliases(self) -> dict[str, str]:
+        """The names that every config class of Transformers also has for three of its fields."""
+        layers = "num_decoder_layers" if self.ours == "decoder" else "num_encoder_layers"
+        names = {"d_model": "hidden_size", "num_heads": "num_attention_heads"}
+        names |= {layers: "num_hidden_layers"}
+        pairs = [(field(x).ours, name) for name, x in self.fields.items()]
+        return {names[ours]: name for ours, name in reversed(pairs) if ours in names}
 
     def their_config(self, config: ModelConfig) -> dict:
         """Returns the config.json for a ModelConfig.

@@ -44,6 +44,9 @@ They set generation and training, or record metadata.
 """
 
 
+LAYERS = ("num_encoder_layers", "num_decoder_layers")
+
+
 @dataclasses.dataclass(frozen=True)
 class Field:
     """One field of a config.json: its permitted values, and the default of Transformers."""
@@ -53,7 +56,6 @@ class Field:
     ours: str = ""  # the paired field of ModelConfig: same value, but for the names of activations
     nullable: bool = False  # null is our default, or the family's code handles it
     above: float | None = None  # numbers must be greater than this
-    max_magnitude: float = LARGEST  # the largest permitted magnitude
 
     def problem(self, value: Any) -> str | None:
         """Returns what is wrong with `value`, in words, or None."""
@@ -63,8 +65,9 @@ class Field:
         if not isinstance(value, accepted) or isinstance(value, bool) != (self.kind is bool):
             return f"must be {self._kind}"
         if self.kind in (int, float):
-            if not abs(value) <= self.max_magnitude:  # true for NaN, too
-                return f"is out of bounds; at most {self.max_magnitude:,}"
+            largest = MAX_LAYERS if self.ours in LAYERS else LARGEST
+            if not abs(value) <= largest:  # true for NaN, too
+                return f"is out of bounds; at most {largest:,}"
             if self.above is not None and value <= self.above:
                 return f"is too small; it must be more than {self.above:g}"
         return None
@@ -95,11 +98,6 @@ def optional(kind: type, default: Any = None, ours: str = "") -> Field:
 def count(default: int) -> Field:
     """Returns a Field for a whole number of at least 0."""
     return Field(default, int, above=-1)
-
-
-def layer_count(default: int | None, ours: str = "") -> Field:
-    """Returns a Field for a number of layers. It may be null if its default is null."""
-    return Field(default, int, ours, default is None, above=0, max_magnitude=MAX_LAYERS)
 
 
 def positive(default: float, ours: str = "") -> Field:
@@ -243,36 +241,6 @@ class Fields:
             others = ", ".join(map(printable, unknown[1:6]))
             more = f" (nor is any of {others})" if others else ""
             raise self.error(unknown[0], f"is not a known field of a {self.family} model{more}")
-
-
-def layer_kinds(f: Fields, layers: int) -> list[str] | None:
-    """Returns `layer_types`, which has one entry per layer, or None if it is missing or null."""
-    kinds = f.get("layer_types")
-    if kinds is None:
-        return None
-    if unknown := [k for k in kinds if k not in ("sliding_attention", "full_attention")]:
-        raise f.error("layer_types", f"has {shown(unknown[0])}, which is not supported")
-    if len(kinds) != layers:
-        raise f.error("layer_types", f"has {len(kinds)} entries for {layers} layers")
-    return kinds
-
-
-def shortest_period(layers: list) -> list:
-    """Returns the shortest prefix whose repetition, cut to the same length, equals the list."""
-    period = next(p for p in range(1, len(layers) + 1) if layers[:-p] == layers[p:])
-    return layers[:period]
-
-
-def per_layer(**fields: list) -> dict:
-    """Returns the fields of a ModelConfig for lists of one value per layer.
-
-    A field that differs between layers becomes part of `layer_pattern`.
-    """
-    fixed = {name: xs[0] for name, xs in fields.items() if xs.count(xs[0]) == len(xs)}
-    varied = {name: xs for name, xs in fields.items() if name not in fixed}
-    columns = zip(*varied.values(), strict=True)
-    layers = [dict(zip(varied, values, strict=True)) for values in columns]
-    return fixed | ({"layer_pattern": tuple(shortest_period(layers))} if varied else {})
 
 
 def printable(name: str, max_length: int = 100) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 
 import numpy as np
 
+from transformer import output
 from transformer.convert.family import Family
 from transformer.convert.fields import printable, shown
 from transformer.convert.weights import Shape, Weight
@@ -28,7 +29,7 @@ class Tensors:
     """
 
     def __init__(self, directory: Path, family: Family):
-        self._where = {}
+        where = {}
         for file, names in _files(directory).items():
             opened = _open(directory / file)
             present = set(opened.keys())
@@ -36,18 +37,18 @@ class Tensors:
                 index, differing = "model.safetensors.index.json", listed(sorted(names ^ present))
                 problem = f"weight_map and {printable(file)} disagree about {differing}"
                 raise UserError(f"{directory / index}: {problem}")
-            self._where |= dict.fromkeys(present, opened)
+            where |= dict.fromkeys(present, opened)
         prefix, heads = family.prefix, (f"{family.head}.", *family.heads)
-        lacks_prefix = prefix and not any(key.startswith(prefix) for key in self._where)
+        lacks_prefix = prefix and not any(key.startswith(prefix) for key in where)
         name = lambda key: prefix + key if lacks_prefix and not key.startswith(heads) else key
-        self._given = {name(key): key for key in self._where}
-        self.names = frozenset(self._given)
+        self._stored = {name(key): (file, key) for key, file in where.items()}
+        self.names = frozenset(self._stored)
         # A fused tensor is read three times in a row.
         self.read = functools.lru_cache(maxsize=1)(self._read)
 
     def _read(self, name: str) -> np.ndarray:
-        key = self._given[name]
-        x = self._where[key].get_tensor(key)
+        file, key = self._stored[name]
+        x = file.get_tensor(key)
         # Models compute in float32, so a float64 beyond its range counts as infinite.
         with np.errstate(over="ignore"):
             finite = np.isfinite(x if x.itemsize <= 4 else x.astype(np.float32))
@@ -57,13 +58,13 @@ class Tensors:
         return x
 
     def shape(self, name: str) -> Shape:
-        key = self._given[name]
-        return tuple(self._where[key].get_slice(key).get_shape())
+        file, key = self._stored[name]
+        return tuple(file.get_slice(key).get_shape())
 
     def dtype(self, name: str) -> str:
         """Returns the data type, as named by safetensors: F32, BF16, I64, BOOL."""
-        key = self._given[name]
-        return self._where[key].get_slice(key).get_dtype()
+        file, key = self._stored[name]
+        return file.get_slice(key).get_dtype()
 
 
 def _files(directory: Path) -> dict[str, set[str] | None]:
@@ -191,7 +192,6 @@ def spell(shape: Iterable[int]) -> str:
     return " x ".join(map(str, shape)) or "that of a single number"
 
 
-def listed(names: list[str], max_names: int = 8) -> str:
-    """Returns the first `max_names` names, and the number of the others, as one line."""
-    more = f" and {len(names) - max_names} more" if len(names) > max_names else ""
-    return ", ".join(map(printable, names[:max_names])) + more
+def listed(names: list[str]) -> str:
+    """Returns the first eight names, and the number of the others, as one line."""
+    return output.listed(list(map(printable, names)), 8)

@@ -10,17 +10,11 @@ from transformer.errors import UserError
 from transformer.model.config import ModelConfig
 
 _TOKENIZER_EFFECTS = (
-    Effect(
-        ("kind", "byte_fallback", "character_coverage", "max_sentences"),
-        "data.tokenizer.path='', which trains a tokenizer",
-        lambda c: not c.path,
-    ),
-    Effect(
-        ("byte_fallback",),
-        "multi-character pieces: data.tokenizer.kind='unigram' or 'bpe'",
-        lambda c: c.kind != "char",
-    ),
-)
+    Effect(("kind", "byte_fallback", "character_coverage", "max_sentences"),
+           "data.tokenizer.path='', which trains a tokenizer", lambda c: not c.path),
+    Effect(("byte_fallback",), "multi-character pieces: data.tokenizer.kind='unigram' or 'bpe'",
+           lambda c: c.kind != "char"),
+)  # fmt: skip
 
 
 @strict("data.tokenizer", _TOKENIZER_EFFECTS)
@@ -72,38 +66,21 @@ def _has_own_splits(c) -> bool:
 
 _DATA_EFFECTS = (
     Effect(("format",), "files to read: data.train", lambda c: not c.corpus),
-    Effect(
-        ("fields",),
-        f"a data.format that has fields ({', '.join(_HAS_FIELDS)})",
-        lambda c: c.format in _HAS_FIELDS,
-    ),
-    Effect(
-        ("reverse",),
-        "a source and a target to swap: data.objective='seq2seq'",
-        lambda c: c.chosen.has_pairs,
-    ),
-    Effect(
-        ("packing",),
-        "data.buckets, or an objective that packs sequences (causal_lm, seq2seq, masked_lm)",
-        lambda c: c.chosen.can_pack or c.buckets,
-    ),
-    Effect(
-        ("buckets",),
-        "two widths, and an objective whose sequences differ in length",
-        lambda c: c.chosen.has_variable_length and len(c.buckets) > 1,
-    ),
-    Effect(
-        ("too_long",),
-        "an objective that keeps texts whole (seq2seq, classification, tagging)",
-        lambda c: c.chosen.never_splits,
-    ),
+    Effect(("fields",), f"a data.format that has fields ({', '.join(_HAS_FIELDS)})",
+           lambda c: c.format in _HAS_FIELDS),
+    Effect(("reverse",), "a source and a target to swap: data.objective='seq2seq'",
+           lambda c: c.chosen.has_pairs),
+    Effect(("packing",),
+           "data.buckets, or an objective that packs sequences (causal_lm, seq2seq, masked_lm)",
+           lambda c: c.chosen.can_pack or c.buckets),
+    Effect(("buckets",), "two widths, and an objective whose sequences differ in length",
+           lambda c: c.chosen.has_variable_length and len(c.buckets) > 1),
+    Effect(("too_long",), "an objective that keeps texts whole (seq2seq, classification, tagging)",
+           lambda c: c.chosen.never_splits),
     Effect(("eval_overlap",), "data.objective='causal_lm'", lambda c: c.chosen.scores_every_token),
-    Effect(
-        ("held_out",),
-        "because valid and test have their own files",
-        lambda c: not _has_own_splits(c),
-    ),
-)
+    Effect(("held_out",), "because valid and test have their own files",
+           lambda c: not _has_own_splits(c)),
+)  # fmt: skip
 
 
 @strict("data", _DATA_EFFECTS)

@@ -186,7 +186,11 @@ def _paired(path: str) -> Iterator[Example]:
         problem = f"{matches}, and {unpaired.name} has no partner"
         raise UserError(f"data: {problem}; 'paired' needs the same number of each")
     for (_, source), (_, target) in zip(sources, targets, strict=True):
-        yield from _lines_of_two(source, target)
+        for a, b in itertools.zip_longest(_lines(source), _lines(target)):
+            if a is None or b is None:
+                short, long, (line, _) = (target, source, a) if a else (source, target, b)
+                raise UserError(f"{short}: ends after line {line - 1}, but {long} continues")
+            yield a[1].strip(), b[1].strip()
 
 
 def _by_wildcards(pattern: str) -> list[tuple[tuple[str, ...], epath.Path]]:
@@ -196,14 +200,6 @@ def _by_wildcards(pattern: str) -> list[tuple[tuple[str, ...], epath.Path]]:
     inner[1::2] = [f"({wildcard})" for wildcard in inner[1::2]]
     name = re.compile("".join(inner), re.DOTALL)
     return sorted((name.fullmatch(file.name).groups(), file) for file in expand(pattern))
-
-
-def _lines_of_two(source: epath.Path, target: epath.Path) -> Iterator[Example]:
-    for a, b in itertools.zip_longest(_lines(source), _lines(target)):
-        if a is None or b is None:
-            short, long, (next_line, _) = (target, source, a) if a else (source, target, b)
-            raise UserError(f"{short}: ends after line {next_line - 1}, but {long} continues")
-        yield a[1].strip(), b[1].strip()
 
 
 def _record(text: str, fields, where: str) -> Example:

@@ -249,31 +249,25 @@ def train_tokenizer(
     lines, training reads a uniform sample, which is always the same.
     """
     model, pieces = io.BytesIO(), vocab_size - reserved
-    special = {"pad_id": PAD, "bos_id": BOS, "eos_id": EOS, "unk_id": UNK}
-    lossless = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False}
-    lines = _sample(sentences, config.max_sentences)
+    lines = iter(_sample(sentences, config.max_sentences))
     if pieces < 1:
         others = f"the {reserved} special tokens of data.objective"
         problem = f"{vocab_size} leaves no piece besides {others}"
         raise UserError(f"model.vocab_size: {problem}; increase it")
     by_pieces = config.kind != "char"
+    settings = {
+        "model_type": config.kind, "vocab_size": pieces, "hard_vocab_limit": by_pieces,
+        "pad_id": PAD, "bos_id": BOS, "eos_id": EOS, "unk_id": UNK, "user_defined_symbols": ["\n"],
+        "character_coverage": config.character_coverage,
+        "byte_fallback": config.byte_fallback and by_pieces,
+        # Lossless
+        "normalization_rule_name": "identity", "remove_extra_whitespaces": False,
+        "add_dummy_prefix": by_pieces,
+        "max_sentence_length": 1 << 16, "num_threads": 8, "minloglevel": 2,
+    }  # fmt: skip
     try:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(lines),
-            model_writer=model,
-            vocab_size=pieces,
-            model_type=config.kind,
-            byte_fallback=config.byte_fallback and by_pieces,
-            hard_vocab_limit=by_pieces,
-            add_dummy_prefix=by_pieces,
-            character_coverage=config.character_coverage,
-            user_defined_symbols=["\n"],
-            **special,
-            **lossless,
-            max_sentence_length=1 << 16,
-            num_threads=8,
-            minloglevel=2,
-        )
+        train = sentencepiece.SentencePieceTrainer.train
+        train(sentence_iterator=lines, model_writer=model, **settings)
     except RuntimeError as e:
         largest, smallest = re.search(r"<= (\d+)", str(e)), re.search(r"\d+ vs (\d+)", str(e))
         if not largest and not smallest:

@@ -96,7 +96,8 @@ def observe_text(trained: LoadedRun, mesh: Mesh, text: str, target: str = "") ->
     weights_T = segment.weights if segment.weights is not None else np.ones(len(segment.inputs))
     answer, inputs = "" if target else answer, tokens_of[model.sides[-1]]
     targets, losses_T = pieces(segment.targets), np.where(weights_T > 0, losses_BxT[0], np.nan)
-    top_LxT = [_top_tokens(tokenizer, ps[0], ids[0]) for ps, ids, _ in lens]
+    most_likely = lambda ps, ids: list(zip(pieces(ids), map(float, ps), strict=True))
+    top_LxT = [list(map(most_likely, ps[0], ids[0])) for ps, ids, _ in lens]
     mean = lambda x_T: float(np.sum(x_T * weights_T) / max(weights_T.sum(), 1))
     lens_L = np.array([mean(x_BxT[0]) for *_, x_BxT in lens])
     maps, sizes = _maps(subject, watched, tokens_of), _sizes(subject, watched["sizes"])
@@ -104,7 +105,6 @@ def observe_text(trained: LoadedRun, mesh: Mesh, text: str, target: str = "") ->
 
 
 def _check(model, tokenizer: Tokenizer | None, text: str) -> None:
-    """Raises UserError if there is nothing to observe."""
     if not model.observes("maps"):
         raise UserError(f"inspect: model.mixer = {plain(model.mixer)!r} has no attention weights")
     if not model.lm_head:
@@ -112,14 +112,6 @@ def _check(model, tokenizer: Tokenizer | None, text: str) -> None:
     check_tokenizer(tokenizer)
     if not text.strip():
         raise UserError("--text: empty; enter the text that the model reads")
-
-
-def _top_tokens(tokenizer: Tokenizer, ps_TxK, ids_TxK) -> list[list[tuple[str, float]]]:
-    """Returns the most likely tokens at each position, with their probabilities."""
-    return [
-        [(tokenizer.piece(int(i)), float(p)) for p, i in zip(ps, ids, strict=True)]
-        for ps, ids in zip(ps_TxK, ids_TxK, strict=True)
-    ]
 
 
 def _segment(config, tokenizer: Tokenizer, text: str, answer: str) -> tuple[Segment, int]:

@@ -5,7 +5,7 @@ import shutil
 import time
 
 from transformer.lab.study import Status, Study
-from transformer.output import columns, human_time
+from transformer.output import columns, human_time, listed
 
 
 def cell(status: Status, steps: int) -> str:
@@ -47,8 +47,8 @@ class Table:
             return
         self._last = time.monotonic()
         statuses = {run.name: run.status() for run in self._study.runs}
+        lines = [*overview(self._study, self._cells(statuses)), self._summary(statuses)]
         if self._live:
-            lines = [*overview(self._study, self._cells(statuses)), self._summary(statuses)]
             width = shutil.get_terminal_size().columns - 1
             up = f"\x1b[{self._shown}A" if self._shown else ""
             self._stream.write(up + "".join(f"\x1b[K{line[:width]}\n" for line in lines))
@@ -63,11 +63,8 @@ class Table:
                 self._printed = time.monotonic()
                 running = {name: s for name, s in statuses.items() if s.kind == "running"}
                 cells = [f"{name} {cell(s, self._steps(name))}" for name, s in running.items()]
-                omitted = [f"and {len(running) - 4} more"] if len(running) > 4 else []
-                shown = ", ".join([*cells[:4], *omitted])
-                self._stream.write(f"{self._summary(statuses)}: {shown}\n")
+                self._stream.write(f"{lines[-1]}: {listed(cells, 4, last=', ')}\n")
             if last:
-                lines = [*overview(self._study, self._cells(statuses)), self._summary(statuses)]
                 self._stream.write("\n".join(lines) + "\n")
         if last:
             # Other finished runs lack the same metric, so it is reported once.

@@ -16,7 +16,7 @@ from transformer.files import read_json
 from transformer.lab.guard import allowed_facts
 from transformer.lab.study import load_study
 from transformer.mapping import to_mapping
-from transformer.output import count
+from transformer.output import count, listed
 from transformer.runs.metrics import parse_metrics
 from transformer.runs.rundir import flatten_fields, load_config, read_manifest
 from transformer.sweeps import RESERVED, Grid, Point, Sweep
@@ -71,10 +71,6 @@ class RunResult:
         """Returns (step, value) for all finite values of a metric."""
         points = [(line["step"], line[name]) for line in self.lines if name in line]
         return [(step, value) for step, value in points if math.isfinite(value)]
-
-    def first(self, name: str) -> float:
-        """Returns the first value of a metric, or NaN if there is none."""
-        return next((float(line[name]) for line in self.lines if name in line), math.nan)
 
     @property
     def names(self) -> set[str]:
@@ -179,8 +175,7 @@ def read(
         raise UserError(f"compare: {studies[0]} is a sweep; pass either one sweep or several runs")
     sweep, arms, left_out = _of_study(folders[0]) if studies else _of_runs(folders)
     if not any(arm.runs for arm in arms.values()):
-        more = f", and {len(left_out) - 1} more" if len(left_out) > 1 else ""
-        raise UserError(f"compare: nothing to compare: {left_out[0]}{more}")
+        raise UserError(f"compare: nothing to compare: {listed(left_out, 1, last=', ')}")
     decider = metric or sweep.metric
     ended = [run for arm in arms.values() for run in arm.runs.values() if run.diverged is None]
     if ended and not any(decider in line for run in ended for line in run.lines):

@@ -20,6 +20,7 @@ from transformer.lab.overview import Table
 from transformer.lab.study import PlannedRun, Study, load_study
 from transformer.lab.together import program_key, train_together
 from transformer.parallel.processes import process_index_and_count
+from transformer.runs import loop
 from transformer.runs.recorder import Diverged
 
 MOST_PARAMETERS = 100_000_000
@@ -69,7 +70,8 @@ def run_study(
     waiting, table = share_of(study, shard, max_group), Table(study, sys.stderr)
     first, alone = host[0] == 0, host[1] == 1
     working, failed, interrupted, next_check = [], [], False, 0.0
-    with _stopping() as stopped, _stopping_children(working):
+    with _stopping() as stopped, contextlib.ExitStack() as at_end:
+        at_end.callback(lambda: [child.wait() for child in working])
         while (waiting and not stopped()) or working:
             for group in waiting[:] if time.monotonic() >= next_check else ():
                 if len(working) == jobs or stopped():
@@ -108,17 +110,6 @@ STOPPED = (143, -signal.SIGTERM)
 """Exit codes of a process that received SIGTERM, after it has saved its state if necessary."""
 
 
-@contextlib.contextmanager
-def _stopping_children(working: list["_Child"]) -> Iterator[None]:
-    """Stops all child processes on exit, also after an exception."""
-    try:
-        yield
-    finally:
-        for child in working:
-            child.stop()
-            child.end(child.process.wait())
-
-
 class _Child:
     """A process that trains and evaluates runs. On a pod, this is the process of host `index`."""
 
@@ -140,6 +131,11 @@ class _Child:
         if not self.stopping:
             self.stopping = True
             self.process.send_signal(signal.SIGTERM)
+
+    def wait(self) -> None:
+        """Stops the process if it is running, and waits for its end."""
+        self.stop()
+        self.end(self.process.wait())
 
     def end(self, code: int) -> list[PlannedRun]:
         """Releases the claims on its runs, and returns the runs that failed."""
@@ -208,13 +204,9 @@ def train_and_evaluate(
             run.release()
 
 
-def _train_and_evaluate(
-    chosen: Sequence[PlannedRun], evaluate: Callable[[PlannedRun], None]
-) -> int:
+def _train_and_evaluate(chosen: Sequence[PlannedRun], evaluate: Callable) -> int:
     """`train_and_evaluate`, on runs that this process has claimed."""
-    from transformer.runs.loop import received_signals, train
-
-    received_signals.clear()
+    loop.received_signals.clear()
     failed: list[PlannedRun] = []
     unfinished = lambda run: not run.status().is_finished and run.saved() < run.config.train.steps
 
@@ -244,11 +236,11 @@ def _train_and_evaluate(
                 names = ", ".join(run.name for run in group)
                 _log_error(f"{names}: trained one by one, because training together failed", e)
         for run in group:
-            if not received_signals and unfinished(run):
+            if not loop.received_signals and unfinished(run):
                 with isolated(run):
-                    if train(run.config, run.folder) < run.config.train.steps:
+                    if loop.train(run.config, run.folder) < run.config.train.steps:
                         return 143  # on a pod, another host may have received the signal
-        if received_signals:
+        if loop.received_signals:
             return 143
     for run in chosen:
         if run not in failed and not run.status().is_finished:
@@ -273,19 +265,7 @@ def _spell(error: Exception) -> str:
 @contextlib.contextmanager
 def _stopping() -> Iterator[Callable[[], bool]]:
     """Yields a function that returns True after SIGINT (a second one raises), SIGTERM or SIGHUP."""
-    signals: list[int] = []
-
-    def record(number, frame):
-        if signals and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        signals.append(number)
-
-    previous = {}
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
-            previous[number] = signal.signal(number, record)
-    try:
-        yield lambda: bool(signals)
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    heeded = [n for n in numbers if signal.getsignal(n) is not signal.SIG_IGN]  # as under nohup
+    with loop.recorded(heeded) as received:
+        yield lambda: bool(received)

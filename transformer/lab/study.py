@@ -167,26 +167,18 @@ class Study:
             started = any(run.folder.exists() for run in previous.runs)
             for arm, config in previous.configs.items() if started else ():
                 if arm not in self.configs:
-                    raise UserError(
-                        f"--workdir: {self.folder} contains arm {arm!r}, "
-                        "which is not in this sweep; choose another directory"
-                    )
+                    raise self._conflict(f"contains arm {arm!r}, which is not in this sweep; ")
                 if different := list(different_fields(config, self.configs[arm]).values()):
-                    raise UserError(
-                        f"--workdir: {self.folder} contains a different arm {arm!r}: "
-                        f"{different[0]}; choose another directory"
-                    )
+                    raise self._conflict(f"contains a different arm {arm!r}: {different[0]}; ")
             for run in previous.runs:
                 if run.config.seed not in self.sweep.seeds and run.folder.exists():
-                    raise UserError(
-                        f"--workdir: {self.folder} contains run {run.name}, whose seed is not "
-                        "in this sweep; keep the seed, or choose another directory"
-                    )
+                    problem = f"contains run {run.name}, whose seed is not in this sweep"
+                    raise self._conflict(f"{problem}; keep the seed, or ")
         elif self.folder.exists() and any(self.folder.iterdir()):
-            raise UserError(
-                f"--workdir: {self.folder} is not empty and contains no sweep (no sweep.json); "
-                "choose another directory"
-            )
+            raise self._conflict("is not empty and contains no sweep (no sweep.json); ")
+
+    def _conflict(self, problem: str) -> UserError:
+        return UserError(f"--workdir: {self.folder} {problem}choose another directory")
 
     def write(self) -> None:
         """Writes sweep.json, after `check`."""

@@ -232,14 +232,13 @@ def stages(study: Study) -> Iterator[Study]:
 
 
 def _tuning_study(study: Study, trials: Sequence[Trial]) -> Study:
-    sweep, arm_of = study.sweep, {trial.name: trial.arm for trial in trials}
-    points = [Point(trial.name, {**sweep.arms[trial.arm], **trial.numbers}) for trial in trials]
-    number_of = {trial.name: trial.numbers for trial in trials}
+    sweep, named = study.sweep, {trial.name: trial for trial in trials}
+    points = [Point(x.name, {**sweep.arms[x.arm], **x.numbers}) for x in trials]
     names = " and ".join(number.name for number in sweep.tune)
     question = f"Which {names} is best for each arm?"
     tuning = Sweep(Grid(tuple(points)), question, seeds=tuning_seeds(sweep), metric=METRIC)
-    configs = {name: changed(study.configs[arm], number_of[name]) for name, arm in arm_of.items()}
-    facts = {name: study.facts[arm] for name, arm in arm_of.items()}
+    configs = {name: changed(study.configs[x.arm], x.numbers) for name, x in named.items()}
+    facts = {name: study.facts[x.arm] for name, x in named.items()}
     return _part(study, "tuning", tuning, configs, facts)
 
 

@@ -32,9 +32,7 @@ def kept(program: HloProgram) -> float:
     return max(map(bytes_kept, filter(_both_passes, candidates)), default=0.0)
 
 
-def _origins(
-    name: str, computation: Computation, program: HloProgram, sizes: dict[str, float]
-) -> None:
+def _origins(name: str, computation: Computation, program: HloProgram, sizes: dict) -> None:
     """Adds to `sizes` the forward pass's arrays from which `name` is obtained by moving data."""
     op = computation.get(name)
     if op is None or name in sizes or op.opcode in ("parameter", "constant", "iota"):
@@ -48,9 +46,7 @@ def _origins(
         sizes[name] = op.hbm_bytes
 
 
-def _element(
-    op: Instruction, computation: Computation, program: HloProgram, sizes: dict[str, float]
-) -> None:
+def _element(op: Instruction, computation: Computation, program: HloProgram, sizes: dict) -> None:
     """Adds to `sizes` the array that is an element of a tuple.
 
     That is what a loop computed or, if its body returns the element unchanged, its argument.

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from transformer.errors import UserError
+from transformer.output import listed
 from transformer.parallel.sharding import path_name
 from transformer.runs.fingerprint import fingerprints
 
@@ -87,9 +88,8 @@ class Record:
                     old, new = (_format_kind(kinds.get(path)) for kinds in (saved, expected))
                     mismatches.append(f"{path} is {old} in the checkpoint, {new} in the model")
         if mismatches:
-            first = "; ".join(mismatches[:3])
-            more = f"; and {len(mismatches) - 3} more" if len(mismatches) > 3 else ""
-            raise UserError(f"{where} is a checkpoint of another architecture: {first}{more}")
+            listing = listed(mismatches, 3, separator="; ", last="; ")
+            raise UserError(f"{where} is a checkpoint of another architecture: {listing}")
 
     def check_values(self, items: Mapping[str, Any]) -> None:
         """Raises Damaged, with the first, if arrays that were read differ from those saved."""

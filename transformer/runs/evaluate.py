@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import os
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,6 +23,7 @@ from transformer.evaluation.translation import exact, group, score
 from transformer.files import write_atomic
 from transformer.mapping import to_mapping
 from transformer.model.network import build_model
+from transformer.output import counting
 from transformer.parallel.mesh import check_memory
 from transformer.parallel.processes import is_first, process_zero_first
 from transformer.parallel.sharding import Share
@@ -160,7 +160,8 @@ def _translate(generate: Generator, examples: Sequence, config: Experiment) -> W
     start = time.perf_counter()
     sources, references = group(examples)
     count = len(sources)
-    hypotheses = generate(sources, lambda done: _show_progress(done, count))
+    counter = counting("translating", count) if is_first() else lambda done: None
+    hypotheses = generate(sources, counter)
     scorer = exact if config.data.format == "probe" else score
     scores, signatures = scorer(hypotheses, references)
     texts, speed = (sources, hypotheses, references), count / (time.perf_counter() - start)
@@ -184,10 +185,3 @@ def _check_text(workdir: Path, data: Data, part: str) -> None:
     if recorded != current:
         problem = f"the {part} text has changed since {workdir} was trained"
         raise UserError(f"workdir: {problem}; restore it to get comparable results")
-
-
-def _show_progress(done: int, total: int) -> None:
-    """Shows a line in a terminal and erases it at the end. Writes nothing to a log file."""
-    if sys.stderr.isatty() and is_first():
-        text = f"translating {done:,}/{total:,}" if done < total else ""
-        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)

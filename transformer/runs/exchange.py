@@ -13,13 +13,8 @@ from transformer.config import DataConfig, Experiment, TokenizerConfig, TrainCon
 from transformer.convert.hf import open_directory, read_params, save_hf
 from transformer.convert.special_tokens import read_id
 from transformer.data.pipeline import check_special_tokens, special_tokens
-from transformer.data.tokenizer import (
-    Fast,
-    Tokenizer,
-    TokenizerPair,
-    is_sentencepiece,
-    load_tokenizer,
-)
+from transformer.data.tokenizer import Fast, TokenizerPair, is_sentencepiece, load_tokenizer
+from transformer.data.tokenizer_base import Tokenizer
 from transformer.errors import UserError
 from transformer.files import new_folder, read_json
 from transformer.mapping import apply_overrides

@@ -19,6 +19,7 @@ from transformer.convert import open_hf
 from transformer.data.tokenizer import find_tokenizer
 from transformer.errors import UserError
 from transformer.model.layout import flatten, join, layer_shapes, part, unflatten, where
+from transformer.output import listed
 from transformer.parallel.sharding import place
 from transformer.runs.evaluate import load_trained
 from transformer.runs.rundir import load_config
@@ -88,14 +89,14 @@ def _match(train: TrainConfig, targets: Mapping, sources: Mapping) -> set[str]:
     source = train.init_from
     if missing := sorted(targets.keys() - sources.keys() - new):
         way_out = "list these in train.init_new to initialize them anew"
-        raise UserError(f"train.init_from: {source} has no {_some(missing)}; {way_out}")
+        raise UserError(f"train.init_from: {source} has no {listed(missing, 4)}; {way_out}")
     if surplus := sorted(sources.keys() - targets.keys() - dropped):
-        way_out = "list these in train.init_drop to ignore them"
-        raise UserError(f"train.init_from: this model has no parameter {_some(surplus)}; {way_out}")
+        problem = f"this model has no parameter {listed(surplus, 4)}"
+        raise UserError(f"train.init_from: {problem}; list these in train.init_drop to ignore them")
     names = set(targets) - new - dropped
     if unset := sorted(dropped & targets.keys() - new):
         way_out = "name it in train.init_new too"
-        raise UserError(f"train.init_drop: {_some(unset)} would not be initialized; {way_out}")
+        raise UserError(f"train.init_drop: {listed(unset, 4)} would not be initialized; {way_out}")
     for name in sorted(names):
         is_table = name.split("/")[-1].startswith("position_embedding")
         skipped_axes = is_table and train.init_positions != "same"
@@ -121,8 +122,3 @@ def _fit(train: TrainConfig, x: jax.Array, initial: jax.Array) -> jax.Array:
         return jax.image.resize(x, initial.shape, "linear")
     rows = min(len(x), len(initial))
     return initial.at[:rows].set(x[:rows].astype(initial.dtype))
-
-
-def _some(names: list[str], limit: int = 4) -> str:
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import jax
@@ -69,26 +69,41 @@ def stop_signals() -> Iterator[Callable[[int], bool]]:
 
     All processes stop at one step, whichever received the signal. A second Ctrl-C is instant.
     """
-    received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield lambda step: False
         return
 
-    def on_signal(signum, frame):
-        if received and signum == signal.SIGINT:
-            raise KeyboardInterrupt
-        received.append(signum)
-        received_signals.append(signum)
+    def announce(number: int) -> None:
+        received_signals.append(number)
         print("\nstopping soon, after saving a checkpoint", file=sys.stderr)
 
-    signals = (signal.SIGTERM, signal.SIGINT)
-    handlers = {signum: signal.signal(signum, on_signal) for signum in signals}
-    try:
+    with recorded((signal.SIGTERM, signal.SIGINT), announce) as received:
         run = next(_RUNS)
         yield lambda step: stop_agreed(bool(received), step, run)
+
+
+@contextlib.contextmanager
+def recorded(
+    signals: Iterable[int], act: Callable[[int], None] = lambda number: None
+) -> Iterator[list[int]]:
+    """Yields the list of these signals that the process has received while the context is open.
+
+    Calls `act` on each. A second Ctrl-C raises KeyboardInterrupt.
+    """
+    received: list[int] = []
+
+    def on_signal(number, frame):
+        if received and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        received.append(number)
+        act(number)
+
+    previous = {number: signal.signal(number, on_signal) for number in signals}
+    try:
+        yield received
     finally:
-        for signum, handler in handlers.items():
-            signal.signal(signum, handler)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 @contextlib.contextmanager

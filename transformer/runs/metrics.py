@@ -173,10 +173,7 @@ class Progress:
 
 def plot_loss(workdir: Path) -> Path | None:
     """Plots training loss (the mean of each interval) and validation loss, if any, to loss.png."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
 
     lines = read_metrics(workdir)
     points = lambda name: [(line["step"], line[name]) for line in lines if name in line]
@@ -184,7 +181,8 @@ def plot_loss(workdir: Path) -> Path | None:
     train, valid = curve("train/loss"), curve("eval/loss")
     if not train[0]:
         return None
-    figure, axes = plt.subplots(figsize=(7, 4.2), dpi=150)
+    figure = Figure(figsize=(7, 4.2), dpi=150, layout="tight")
+    axes = figure.subplots()
     axes.plot(*train, color="#0072b2", linewidth=1.2, label="training")
     if valid[0]:
         look = {"color": "#d55e00", "marker": "o", "markersize": 3.5, "linewidth": 1.2}
@@ -194,10 +192,6 @@ def plot_loss(workdir: Path) -> Path | None:
     axes.set_ylim(max(0, low * 0.93), sorted(train[1])[int(len(train[1]) * 0.98)] * 1.03)
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    figure.tight_layout()
-    file = workdir / "loss.png"
-    figure.savefig(file)
-    plt.close(figure)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(file := workdir / "loss.png")
     return file

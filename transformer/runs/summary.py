@@ -117,7 +117,6 @@ def _batches(config: Experiment, batches: Batches) -> str:
 
 
 def _advice(config: Experiment, data: Data) -> list[str]:
-    """Returns warnings about the configuration and the data."""
     notes = [
         f"{count(number, 'example')} of the {part} split "
         f"share{'s' * (number == 1)} a sentence with the training data, so its scores are inflated"

@@ -2,7 +2,7 @@
 
 import sys
 
-from transformer.output import bold, event
+from transformer.output import BOLD, event, styled
 from transformer.verbs.common import folder, open_run
 
 ABOUT = "evaluate a run on its held-out text: loss, perplexity, BLEU, chrF, bits per byte"
@@ -34,7 +34,7 @@ def run(args, overrides) -> int:
         value = summary[name]
         line = f"{name:<22} {value if isinstance(value, str) else f'{value:,.4g}'}"
         line = event(value, name) if " " in name else line  # texts that were left out
-        print(bold(line, sys.stdout) if name == headline else line)
+        print(styled(line, BOLD, sys.stdout) if name == headline else line)
     if len(summary) < len(metrics) and is_first():
         omitted = len(metrics) - len(summary)
         print(f"and {omitted:,} values by layer: {args.workdir / args.part}.json")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from transformer.errors import UserError
 from transformer.files import write_atomic
-from transformer.output import count
+from transformer.output import count, counting
 from transformer.verbs.common import ask, folder, open_run, read_lines
 
 ABOUT = "translate or continue text, line by line"
@@ -49,7 +49,7 @@ def run(args, overrides) -> int:
         if args.interactive:
             return _converse(trained)
         generate = Generator(config, trained.params, trained.tokenizer)
-        answers = generate(lines, _progress(len(lines)))
+        answers = generate(lines, counting("generating", len(lines)))
     if not is_first():
         return 0
     if generate.cut:
@@ -64,16 +64,6 @@ def run(args, overrides) -> int:
     else:
         write_atomic(Path(args.output), text)
     return 0
-
-
-def _progress(total: int):
-    """Returns a function that prints the lines done, in a terminal that does not show answers."""
-    if not sys.stderr.isatty() or sys.stdout.isatty():
-        return lambda done: None
-    end = lambda done: "\n" if done == total else ""
-    return lambda done: print(
-        f"\r{done:,}/{total:,} lines", end=end(done), file=sys.stderr, flush=True
-    )
 
 
 def _converse(trained) -> int:

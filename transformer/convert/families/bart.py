@@ -11,15 +11,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from transformer.convert.family import Constant, Family
-from transformer.convert.fields import Fields, changed, count, field, layer_count, optional
+from transformer.convert.fields import Fields, changed, count, field, optional
 from transformer.convert.weights import Copy, Shape, attention, linear, norm, row, same
 from transformer.model.config import ModelConfig
 
 _FIELDS = {
     "vocab_size": field(50265, "vocab_size"),
     "d_model": field(1024, "d_model"),
-    "encoder_layers": layer_count(12, "num_encoder_layers"),
-    "decoder_layers": layer_count(12, "num_decoder_layers"),
+    "encoder_layers": field(12, "num_encoder_layers"),
+    "decoder_layers": field(12, "num_decoder_layers"),
     "encoder_ffn_dim": field(4096, "d_ff"),
     "decoder_ffn_dim": field(4096, "d_ff"),
     "encoder_attention_heads": field(16, "num_heads"),
@@ -169,11 +169,6 @@ FAMILIES = [
         table="model.shared",
         head="lm_head",
         special_tokens=kind.special_tokens,
-        aliases={
-            "num_attention_heads": "encoder_attention_heads",
-            "hidden_size": "d_model",
-            "num_hidden_layers": "encoder_layers",
-        },
         copies=_copies,
         constants=kind.constants,
         unused=kind.unused,

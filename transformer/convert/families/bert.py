@@ -10,15 +10,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from transformer.convert.family import Family
-from transformer.convert.fields import (
-    Fields,
-    changed,
-    count,
-    field,
-    layer_count,
-    optional,
-    positive,
-)
+from transformer.convert.fields import Fields, changed, count, field, optional, positive
 from transformer.convert.rope import options
 from transformer.convert.weights import Copy, attention, linear, norm, same
 from transformer.errors import UserError
@@ -29,7 +21,7 @@ _FIELDS = {
     "hidden_size": field(768, "d_model"),
     "intermediate_size": field(3072, "d_ff"),
     "num_attention_heads": field(12, "num_heads"),
-    "num_hidden_layers": layer_count(12, "num_encoder_layers"),
+    "num_hidden_layers": field(12, "num_encoder_layers"),
     "max_position_embeddings": field(512, "max_length"),
     "type_vocab_size": field(2, "token_types"),
     "layer_norm_eps": positive(1e-12, "norm_epsilon"),
@@ -91,7 +83,7 @@ _KINDS = {
     "camembert": _ROBERTA._replace(title="Camembert", changes=_XLM),
     "distilbert": _Kind(
         "DistilBert",
-        {"n_layers": layer_count(6)},
+        {"n_layers": 6},
         {
             "hidden_size": "dim", "num_attention_heads": "n_heads", "num_hidden_layers": "n_layers",
             "intermediate_size": "hidden_dim", "hidden_act": "activation",
@@ -242,7 +234,6 @@ FAMILIES = [
         kind.fields(),
         table=kind.tensor(_TABLE),
         special_tokens=kind.special_tokens,
-        aliases={k: x for k, x in kind.named.items() if k.startswith(("hidden_s", "num_"))},
         prefix=kind.prefix,
         heads=("cls.", kind.head, "classifier."),
         copies=functools.partial(_copies, kind),

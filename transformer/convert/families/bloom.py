@@ -1,7 +1,7 @@
 """BLOOM (Scao et al. 2022): a pre-norm decoder with ALiBi and a norm after the embedding."""
 
 from transformer.convert.family import Family
-from transformer.convert.fields import Fields, field, layer_count, positive
+from transformer.convert.fields import Fields, field, positive
 from transformer.convert.weights import fused_by_head, linear, norm
 from transformer.model.config import ModelConfig
 
@@ -9,7 +9,7 @@ _FIELDS = {
     "vocab_size": field(250880, "vocab_size"),
     "hidden_size": field(64, "d_model"),
     "n_head": field(8, "num_heads"),
-    "n_layer": layer_count(2, "num_decoder_layers"),
+    "n_layer": field(2, "num_decoder_layers"),
     "seq_length": field(2048, "max_length"),
     "layer_norm_epsilon": positive(1e-5, "norm_epsilon"),
     "tie_word_embeddings": field(True, "tie_embeddings"),
@@ -47,21 +47,11 @@ def _weights(c: ModelConfig):
 
 FAMILIES = [
     Family(
-        "bloom",
-        "BloomForCausalLM",
-        "decoder",
-        _read,
-        lambda c: {},
-        _weights,
-        _FIELDS,
+        "bloom", "BloomForCausalLM", "decoder", _read, lambda c: {}, _weights, _FIELDS,
         table="transformer.word_embeddings",
         head="lm_head",
         special_tokens={"bos_token_id": 1, "eos_token_id": 2},
-        aliases={
-            "n_embed": "hidden_size",
-            "num_attention_heads": "n_head",
-            "num_hidden_layers": "n_layer",
-        },
+        aliases={"n_embed": "hidden_size"},
         prefix="transformer.",
     )
-]
+]  # fmt: skip

@@ -4,17 +4,11 @@ Llama with norms whose gain is 1 + w, scaled embeddings and another activation. 
 normalize the input and the output of each sublayer, and alternate local and global layers.
 """
 
+import functools
+
 from transformer.convert.families import llama
-from transformer.convert.fields import (
-    ACTIVATIONS,
-    ACTIVATIONS_BACK,
-    Fields,
-    changed,
-    layer_count,
-    optional,
-    per_layer,
-    positive,
-)
+from transformer.convert.fields import ACTIVATIONS, ACTIVATIONS_BACK, Fields, optional, positive
+from transformer.convert.layers import per_layer
 from transformer.convert.rope import rotary, write_rotary
 from transformer.model.config import ModelConfig
 
@@ -26,36 +20,33 @@ _GEMMA = llama.ATTENTION_BIAS | {
     "tie_word_embeddings": True,
     "hidden_act": "gelu_pytorch_tanh",
 }
-_GEMMA_2 = (
-    _GEMMA
-    | llama.LAYER_TYPES
-    | {
-        "hidden_size": 2304,
-        "intermediate_size": 9216,
-        "num_hidden_layers": layer_count(26),
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "query_pre_attn_scalar": 256,
-        "sliding_window": optional(int, 4096),
-        "final_logit_softcapping": optional(float, 30.0, "logit_soft_cap"),
-        "attn_logit_softcapping": optional(float, 50.0, "attention_soft_cap"),
-    }
+_GEMMA_1 = _GEMMA | {
+    "hidden_size": 3072, "intermediate_size": 24576, "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+}  # fmt: skip
+_GEMMA_2 = {
+    **_GEMMA, **llama.LAYER_TYPES,
+    "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
+    "num_attention_heads": 8, "num_key_value_heads": 4,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 256,
+    "sliding_window": optional(int, 4096),
+    "final_logit_softcapping": optional(float, 30.0, "logit_soft_cap"),
+    "attn_logit_softcapping": optional(float, 50.0, "attention_soft_cap"),
+}  # fmt: skip
+_GEMMA_3 = _GEMMA_2 | {
+    "vocab_size": 262_208,
+    "max_position_embeddings": 131_072,
+    "final_logit_softcapping": optional(float, ours="logit_soft_cap"),
+    "attn_logit_softcapping": optional(float, ours="attention_soft_cap"),
+    "rope_theta": positive(1_000_000.0),
+    "rope_local_base_freq": positive(10_000.0),
+    "sliding_window_pattern": 6,
+}
+_variant = functools.partial(
+    llama.Variant, special_tokens={"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 1}
 )
-_GEMMA_3 = changed(
-    _GEMMA_2,
-    {
-        "vocab_size": 262_208,
-        "max_position_embeddings": 131_072,
-        "final_logit_softcapping": optional(float),
-        "attn_logit_softcapping": optional(float),
-        "rope_theta": positive(1_000_000.0),
-        "rope_local_base_freq": positive(10_000.0),
-        "sliding_window_pattern": 6,
-    },
-)
-_TOKENS = {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 1}
-_PERI_NORMS = {
+_PERI = {
     "input_layernorm": "self_attention_residual/in_norm",
     "post_attention_layernorm": "self_attention_residual/res_norm",
     "pre_feedforward_layernorm": "feed_forward_residual/in_norm",
@@ -72,10 +63,6 @@ def _read_gemma(f: Fields) -> dict:
     f.ignore("hidden_activation")  # Transformers ignores it and takes "gelu" for "gelu_tanh"
     activation = f.one_of("hidden_act", ACTIVATIONS | {"gelu": "gelu_tanh"})
     return rotary(f) | _common(f) | {"activation": activation}
-
-
-def _write_gemma(c: ModelConfig) -> dict:
-    return write_rotary(c) | {"hidden_act": _activation(c)}
 
 
 def _activation(c: ModelConfig) -> str:
@@ -117,27 +104,16 @@ def _read_gemma3(f: Fields) -> dict:
     return _peri(f) | {"qk_norm": True} | llama.local_and_global(f, thetas, local)
 
 
+def _write_gemma3(c: ModelConfig) -> dict:
+    return _write_peri(c) | llama.write_local_and_global(c)
+
+
 FAMILIES = [
-    llama.Variant(
-        _GEMMA
-        | {
-            "hidden_size": 3072,
-            "intermediate_size": 24576,
-            "num_hidden_layers": layer_count(28),
-            "num_attention_heads": 16,
-        },
-        _read_gemma,
-        _write_gemma,
-        special_tokens=_TOKENS,
+    _variant(
+        _GEMMA_1, _read_gemma, lambda c: write_rotary(c) | {"hidden_act": _activation(c)}
     ).family("gemma", "GemmaForCausalLM"),
-    llama.Variant(
-        _GEMMA_2, _read_gemma2, _write_gemma2, _PERI_NORMS, special_tokens=_TOKENS
-    ).family("gemma2", "Gemma2ForCausalLM"),
-    llama.Variant(
-        _GEMMA_3,
-        _read_gemma3,
-        lambda c: _write_peri(c) | llama.write_local_and_global(c),
-        _PERI_NORMS,
-        special_tokens=_TOKENS,
-    ).family("gemma3_text", "Gemma3ForCausalLM"),
+    _variant(_GEMMA_2, _read_gemma2, _write_gemma2, _PERI).family("gemma2", "Gemma2ForCausalLM"),
+    _variant(_GEMMA_3, _read_gemma3, _write_gemma3, _PERI).family(
+        "gemma3_text", "Gemma3ForCausalLM"
+    ),
 ]

@@ -1,7 +1,7 @@
 """GPT-2 (Radford et al. 2019) and models that share its code: pre-norm, with learned positions."""
 
 from transformer.convert.family import Family
-from transformer.convert.fields import Fields, field, layer_count, optional, positive
+from transformer.convert.fields import Fields, field, optional, positive
 from transformer.convert.weights import fused, linear, norm, same
 from transformer.model.config import ModelConfig
 
@@ -10,7 +10,7 @@ _FIELDS = {
     "n_embd": field(768, "d_model"),
     "n_inner": optional(int, ours="d_ff"),
     "n_head": field(12, "num_heads"),
-    "n_layer": layer_count(12, "num_decoder_layers"),
+    "n_layer": field(12, "num_decoder_layers"),
     "n_positions": field(1024, "max_length"),
     "layer_norm_epsilon": positive(1e-5, "norm_epsilon"),
     "activation_function": field("gelu_new", "activation"),
@@ -55,23 +55,12 @@ def _weights(c: ModelConfig):
 
 FAMILIES = [
     Family(
-        "gpt2",
-        "GPT2LMHeadModel",
-        "decoder",
-        _read,
-        _write,
-        _weights,
-        _FIELDS,
+        "gpt2", "GPT2LMHeadModel", "decoder", _read, _write, _weights, _FIELDS,
         table="transformer.wte",
         head="lm_head",
         special_tokens={"bos_token_id": 50_256, "eos_token_id": 50_256},
         prefix="transformer.",
-        aliases={
-            "hidden_size": "n_embd",
-            "max_position_embeddings": "n_positions",
-            "num_attention_heads": "n_head",
-            "num_hidden_layers": "n_layer",
-        },
+        aliases={"max_position_embeddings": "n_positions"},
         unused=(r".*\.attn\.(bias|masked_bias)",),  # the causal mask
     )
-]
+]  # fmt: skip

@@ -4,7 +4,7 @@ Decoders with partial rotary positions, and with attention and feed-forward in p
 """
 
 from transformer.convert.family import Family
-from transformer.convert.fields import Fields, field, layer_count, positive
+from transformer.convert.fields import Fields, field, positive
 from transformer.convert.rope import FIELDS as ROTARY
 from transformer.convert.rope import rotary, write_rotary
 from transformer.convert.weights import fused_by_head, linear, norm
@@ -15,7 +15,7 @@ _FIELDS = ROTARY | {
     "hidden_size": field(6144, "d_model"),
     "intermediate_size": field(24576, "d_ff"),
     "num_attention_heads": field(64, "num_heads"),
-    "num_hidden_layers": layer_count(44, "num_decoder_layers"),
+    "num_hidden_layers": field(44, "num_decoder_layers"),
     "max_position_embeddings": 2048,
     "rotary_emb_base": positive(10_000.0),
     "rotary_pct": positive(0.25),
@@ -57,13 +57,7 @@ def _weights(c: ModelConfig):
 
 FAMILIES = [
     Family(
-        "gpt_neox",
-        "GPTNeoXForCausalLM",
-        "decoder",
-        _read,
-        _write,
-        _weights,
-        _FIELDS,
+        "gpt_neox", "GPTNeoXForCausalLM", "decoder", _read, _write, _weights, _FIELDS,
         table="gpt_neox.embed_in",
         head="embed_out",
         special_tokens={"bos_token_id": 0, "eos_token_id": 2},
@@ -71,4 +65,4 @@ FAMILIES = [
         # the causal mask; angles, which config.json determines
         unused=(r".*\.attention\.(bias|masked_bias)", r".*rotary_emb\.inv_freq"),
     )
-]
+]  # fmt: skip

@@ -10,18 +10,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from transformer.convert.family import Family
-from transformer.convert.fields import (
-    Field,
-    Fields,
-    changed,
-    count,
-    field,
-    layer_count,
-    layer_kinds,
-    optional,
-    per_layer,
-    positive,
-)
+from transformer.convert.fields import Field, Fields, changed, count, field, optional, positive
+from transformer.convert.layers import layer_kinds, per_layer
 from transformer.convert.rope import FIELDS as ROTARY
 from transformer.convert.rope import options, rotary, rotary_by_type, write_rope, write_rotary
 from transformer.convert.weights import QKV, Weight, fused, linear, norm
@@ -31,7 +21,7 @@ FIELDS = ROTARY | {
     "vocab_size": field(32000, "vocab_size"),
     "hidden_size": field(4096, "d_model"),
     "intermediate_size": field(11008, "d_ff"),
-    "num_hidden_layers": layer_count(32, "num_decoder_layers"),
+    "num_hidden_layers": field(32, "num_decoder_layers"),
     "num_attention_heads": field(32, "num_heads"),
     "num_key_value_heads": optional(int, ours="num_kv_heads"),
     "head_dim": optional(int, ours="d_head"),
@@ -91,21 +81,16 @@ class Variant:
 
     def family(self, model_type: str, architecture: str) -> Family:
         """Returns the family of this model type."""
+        fields, methods = changed(FIELDS, self.fields), (self._read, self._write, self._weights)
         return Family(
-            model_type,
-            architecture,
-            "decoder",
-            self._read,
-            self._write,
-            self._weights,
-            changed(FIELDS, self.fields),
+            model_type, architecture, "decoder", *methods, fields,
             table="model.embed_tokens",
             head="lm_head",
             aliases=self.aliases,
             special_tokens=self.special_tokens,
             prefix="model.",
             unused=(r".*rotary_emb\.inv_freq",),  # angles, which config.json determines
-        )
+        )  # fmt: skip
 
     def _read(self, f: Fields, tensors: frozenset[str]) -> dict:
         heads = f.get("num_attention_heads")
@@ -230,76 +215,56 @@ def _write_phi3(c: ModelConfig) -> dict:
 
 
 _QWEN = LAYER_TYPES | {
-    "vocab_size": 151936,
-    "intermediate_size": 22016,
-    "num_key_value_heads": optional(int, 32),
-    "max_position_embeddings": 32768,
-    "use_sliding_window": False,
-    "sliding_window": optional(int, 4096),
+    "vocab_size": 151936, "intermediate_size": 22016, "num_key_value_heads": optional(int, 32),
+    "max_position_embeddings": 32768, "attention_dropout": 0.0,
+    "use_sliding_window": False, "sliding_window": optional(int, 4096),
     "max_window_layers": count(28),
-    "attention_dropout": 0.0,
-}
+}  # fmt: skip
 _LLAMA_TOKENS = {"bos_token_id": 1, "eos_token_id": 2}
 
 FAMILIES = [
     Variant(BIASES, special_tokens=_LLAMA_TOKENS).family("llama", "LlamaForCausalLM"),
     Variant(
         {
-            "intermediate_size": 14336,
-            "num_key_value_heads": optional(int, 8),
-            "max_position_embeddings": 131072,
-            "sliding_window": optional(int, 4096, "window"),
+            "intermediate_size": 14336, "num_key_value_heads": optional(int, 8),
+            "max_position_embeddings": 131072, "sliding_window": optional(int, 4096, "window"),
             "attention_dropout": 0.0,
         },
         special_tokens=_LLAMA_TOKENS,
     ).family("mistral", "MistralForCausalLM"),
-    Variant(_QWEN, lambda f: _read_qwen(f) | {"qkv_bias": True}, _write_qwen).family(
-        "qwen2", "Qwen2ForCausalLM"
-    ),
     Variant(
-        _QWEN | ATTENTION_BIAS | {"head_dim": 128},
-        lambda f: _read_qwen(f) | {"qk_norm": True},
-        _write_qwen,
+        _QWEN, lambda f: _read_qwen(f) | {"qkv_bias": True}, _write_qwen
+    ).family("qwen2", "Qwen2ForCausalLM"),
+    Variant(
+        {**_QWEN, **ATTENTION_BIAS, "head_dim": 128},
+        lambda f: _read_qwen(f) | {"qk_norm": True}, _write_qwen,
     ).family("qwen3", "Qwen3ForCausalLM"),
     Variant(
-        BIASES
-        | LAYER_TYPES
-        | {
-            "vocab_size": 128256,
-            "hidden_size": 2048,
-            "num_hidden_layers": layer_count(36),
-            "num_attention_heads": 16,
-            "num_key_value_heads": optional(int, 4),
-            "max_position_embeddings": 32768,
+        {
+            **BIASES, **LAYER_TYPES,
+            "vocab_size": 128256, "hidden_size": 2048, "num_hidden_layers": 36,
+            "num_attention_heads": 16, "num_key_value_heads": optional(int, 4),
+            "max_position_embeddings": 32768, "tie_word_embeddings": True,
+            "use_sliding_window": False, "sliding_window": optional(int),
             "rope_theta": positive(2_000_000.0),
-            "use_sliding_window": False,
-            "sliding_window": optional(int),
-            "no_rope_layers": optional(list),
-            "no_rope_layer_interval": 4,
-            "tie_word_embeddings": True,
+            "no_rope_layers": optional(list), "no_rope_layer_interval": 4,
         },
-        _read_smollm3,
-        _write_smollm3,
+        _read_smollm3, _write_smollm3,
         special_tokens={"pad_token_id": 128_004, "bos_token_id": 128_000, "eos_token_id": 128_001},
     ).family("smollm3", "SmolLM3ForCausalLM"),
     Variant(
         {
-            "vocab_size": 32064,
-            "hidden_size": 3072,
-            "intermediate_size": 8192,
-            "max_position_embeddings": 4096,
-            "rms_norm_eps": positive(1e-5),
+            "vocab_size": 32064, "hidden_size": 3072, "intermediate_size": 8192,
+            "max_position_embeddings": 4096, "original_max_position_embeddings": 4096,
             "sliding_window": optional(int, ours="window"),
-            "resid_pdrop": field(0.0, "dropout"),
-            "original_max_position_embeddings": 4096,
+            "rms_norm_eps": positive(1e-5), "resid_pdrop": field(0.0, "dropout"),
             "partial_rotary_factor": positive(1.0),
         },
-        _read_phi3,
-        _write_phi3,
+        _read_phi3, _write_phi3,
         projections={"qkv_proj": QKV},
         feed_forward=functools.partial(
             gated, names={"gate_up_proj": ("gate", "in"), "down_proj": ("out",)}
         ),
         special_tokens={"pad_token_id": 32_000, "bos_token_id": 1, "eos_token_id": 32_000},
     ).family("phi3", "Phi3ForCausalLM"),
-]
+]  # fmt: skip

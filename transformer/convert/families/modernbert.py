@@ -5,16 +5,8 @@ layer attends globally, and the others attend within a local window.
 """
 
 from transformer.convert.family import Family
-from transformer.convert.fields import (
-    ACTIVATIONS,
-    Fields,
-    field,
-    layer_count,
-    layer_kinds,
-    optional,
-    positive,
-    shortest_period,
-)
+from transformer.convert.fields import ACTIVATIONS, Fields, field, optional, positive
+from transformer.convert.layers import layer_kinds, per_layer
 from transformer.convert.rope import rotary_by_type, write_rope
 from transformer.convert.weights import fused, linear, norm, same
 from transformer.model.config import ModelConfig
@@ -23,7 +15,7 @@ _FIELDS = {
     "vocab_size": field(50368, "vocab_size"),
     "hidden_size": field(768, "d_model"),
     "intermediate_size": field(1152, "d_ff"),
-    "num_hidden_layers": layer_count(22, "num_encoder_layers"),
+    "num_hidden_layers": field(22, "num_encoder_layers"),
     "num_attention_heads": field(12, "num_heads"),
     "max_position_embeddings": field(8192, "max_length"),
     "local_attention": 128,
@@ -49,15 +41,10 @@ def _read(f: Fields, tensors: frozenset[str]) -> dict:
     layers, every = f.get("num_hidden_layers"), f.get("global_attn_every_n_layers")
     by_default = ["sliding_attention" if i % every else "full_attention" for i in range(layers)]
     kinds = layer_kinds(f, layers) or by_default
-    of_kind = {
-        # Their window covers both sides of a query. Ours covers one side and the query itself.
-        "sliding_attention": {"window": f.get("local_attention") // 2 + 1},
-        "full_attention": {"window": 0},
-    }
+    # Their window covers both sides of a query. Ours covers one side and the query itself.
+    window = {"sliding_attention": f.get("local_attention") // 2 + 1, "full_attention": 0}
     theta, local_theta = f.get("global_rope_theta"), f.get("local_rope_theta")
-    thetas = {"full_attention": theta, "sliding_attention": local_theta}
-    for kind, position in rotary_by_type(f, thetas).items():
-        of_kind[kind]["position"] = position
+    position = rotary_by_type(f, {"full_attention": theta, "sliding_attention": local_theta})
     why = "feed-forward and head share one bias setting"
     f.same("classifier_bias", f.get("mlp_bias"), why)
     hidden, head = "hidden_activation", "classifier_activation"
@@ -65,7 +52,7 @@ def _read(f: Fields, tensors: frozenset[str]) -> dict:
         f.same(head, f.get(hidden), "feed-forward and head share an activation")
     f.must("decoder_bias", True)
     return {
-        "layer_pattern": tuple(of_kind[kind] for kind in shortest_period(kinds)),
+        **per_layer(window=[window[x] for x in kinds], position=[position[x] for x in kinds]),
         "embedding_norm": True,
         "first_norm": False,
         "glu": True,
@@ -110,17 +97,11 @@ def _weights(c: ModelConfig):
 
 FAMILIES = [
     Family(
-        "modernbert",
-        "ModernBertForMaskedLM",
-        "encoder",
-        _read,
-        _write,
-        _weights,
-        _FIELDS,
+        "modernbert", "ModernBertForMaskedLM", "encoder", _read, _write, _weights, _FIELDS,
         table="model.embeddings.tok_embeddings",
         head="decoder",
         special_tokens={"pad_token_id": 50_283, "bos_token_id": 50_281, "eos_token_id": 50_282},
         prefix="model.",
         heads=("head.", "classifier."),
     )
-]
+]  # fmt: skip

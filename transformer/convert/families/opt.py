@@ -4,7 +4,7 @@ OPT-350m is post-norm, with a narrower embedding.
 """
 
 from transformer.convert.family import Family
-from transformer.convert.fields import Fields, field, layer_count, optional
+from transformer.convert.fields import Fields, field, optional
 from transformer.convert.weights import attention, linear, norm, same
 from transformer.model.config import ModelConfig
 
@@ -14,7 +14,7 @@ _FIELDS = {
     "word_embed_proj_dim": optional(int, ours="d_embedding"),
     "ffn_dim": field(3072, "d_ff"),
     "num_attention_heads": field(12, "num_heads"),
-    "num_hidden_layers": layer_count(12, "num_decoder_layers"),
+    "num_hidden_layers": field(12, "num_decoder_layers"),
     "max_position_embeddings": field(2048, "max_length"),
     "do_layer_norm_before": True,
     "_remove_final_layer_norm": False,
@@ -69,16 +69,10 @@ def _weights(c: ModelConfig):
 
 FAMILIES = [
     Family(
-        "opt",
-        "OPTForCausalLM",
-        "decoder",
-        _read,
-        _write,
-        _weights,
-        _FIELDS,
+        "opt", "OPTForCausalLM", "decoder", _read, _write, _weights, _FIELDS,
         table="model.decoder.embed_tokens",
         head="lm_head",
         special_tokens={"pad_token_id": 1, "bos_token_id": 2, "eos_token_id": 2},
         prefix="model.",
     )
-]
+]  # fmt: skip

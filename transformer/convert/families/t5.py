@@ -10,7 +10,7 @@ from transformer.convert.fields import (
     Fields,
     changed,
     field,
-    layer_count,
+    optional,
     positive,
 )
 from transformer.convert.rope import options
@@ -37,8 +37,8 @@ _FIELDS = {
     "d_model": field(512, "d_model"),
     "d_kv": field(64, "d_head"),
     "d_ff": field(2048, "d_ff"),
-    "num_layers": layer_count(6, "num_encoder_layers"),
-    "num_decoder_layers": layer_count(None, "num_decoder_layers"),
+    "num_layers": field(6, "num_encoder_layers"),
+    "num_decoder_layers": optional(int, ours="num_decoder_layers"),
     "num_heads": field(8, "num_heads"),
     "n_positions": field(512, "max_length"),
     "relative_attention_num_buckets": 32,
@@ -122,32 +122,21 @@ def _weights(c: ModelConfig):
         yield from linear("lm_head", "unembedding", bias=False)
 
 
-_MT5 = {"vocab_size": 250112, "d_ff": 1024, "num_layers": layer_count(8), "num_heads": 6}
+_MT5 = {"vocab_size": 250112, "d_ff": 1024, "num_layers": 8, "num_heads": 6}
 _MT5 |= {"feed_forward_proj": "gated-gelu"}
 
 FAMILIES = [
     Family(
-        model_type,
-        f"{model_type.upper()}ForConditionalGeneration",
-        "encoder_decoder",
-        _read,
-        _write,
-        _weights,
-        changed(_FIELDS, changes),
+        model_type, f"{model_type.upper()}ForConditionalGeneration", "encoder_decoder",
+        _read, _write, _weights, changed(_FIELDS, changes),
         table="shared",
         special_tokens={"pad_token_id": 0, "eos_token_id": 1} | start,
-        aliases={
-            "hidden_size": "d_model",
-            "num_attention_heads": "num_heads",
-            "num_hidden_layers": "num_layers",
-            "head_dim": "d_kv",
-        },
+        aliases={"head_dim": "d_kv"},
         copies=lambda c: tuple(
             Copy(f"{side}.embed_tokens.weight", "shared.weight") for side in ("encoder", "decoder")
         ),
-        unused=(
-            r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",
-        ),  # Transformers never reads it
+        # Transformers never reads it.
+        unused=(r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",),
     )
     for model_type, changes, start in (("t5", {}, {}), ("mt5", _MT5, {"decoder_start_token_id": 0}))
-]
+]  # fmt: skip

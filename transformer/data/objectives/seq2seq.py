@@ -27,23 +27,27 @@ class Seq2Seq(Objective):
     has_prefix = True
 
     def sequences(self, store, part, task):
-        pairs = _DecoderPairs if task.model.family == "decoder" else _EncoderDecoderPairs
-        return pairs(store, part, task)
+        return _Pairs(store, part, task)
 
 
 class _Pairs:
-    """Assigns pairs to sequences.
+    """Pairs in sequences: an encoder's and a decoder's, or one of a decoder-only model.
 
     The lists `sizes` (of pairs) and `rooms` (of a sequence) are [source, target] or [both].
     """
 
-    def __init__(self, store, part: str, data):
+    def __init__(self, store, part: str, task):
+        data, self._model = task.data, task.model
+        self._length, self._alone = data.length, task.model.family == "decoder"
         self._texts = [store.texts(part, side) for side in (0, 1)]
         self._tokenizer, self._before = store.tokenizer, store.tokenizer.source_prefix_ids
         source, target = (texts.lengths for texts in self._texts)
-        sizes, rooms = self.sizes(source + len(self._before), target), self.rooms(data)
-        self.long = np.any([size > room for size, room in zip(sizes, rooms, strict=True)], axis=0)
-        pairs, self.report = keep(self.long, data)
+        sizes, rooms = [source + len(self._before), target], [data.length, data.decoder_length]
+        if self._alone:
+            sizes, rooms = [sum(sizes)], [data.length]
+        self._rooms = rooms
+        self._long = np.any([size > room for size, room in zip(sizes, rooms, strict=True)], axis=0)
+        pairs, self.report = keep(self._long, data)
         sizes = [np.minimum(size[pairs], room) for size, room in zip(sizes, rooms, strict=True)]
         # A bucket scales the lengths of encoder and decoder sequences by the same factor.
         scaled = [-(-size * data.length // room) for size, room in zip(sizes, rooms, strict=True)]
@@ -52,55 +56,26 @@ class _Pairs:
             self.members = [pairs[members] for members in pack(sizes, rooms)]
             self.lengths = np.full(len(self.members), data.length)
 
-    def pair(self, number: int, rooms: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """The source and the target of a pair, cut to `rooms`."""
-        source, targets = (texts[number] for texts in self._texts)
-        return self._cut([*self._before, *source], rooms[0]), self._cut(targets, rooms[1])
+    def segments(self, index, draw) -> list[Segment]:
+        return [self._segment(pair) for pair in self.members[index]]
+
+    def _segment(self, pair: int) -> Segment:
+        rooms, bos = self._rooms, self._tokenizer.bos
+        if self._alone:
+            length, half = self._length, self._length // 2
+            rooms = (half, length - half) if self._long[pair] else (length, length)
+        source, targets = (texts[pair] for texts in self._texts)
+        source, targets = (
+            self._cut([*self._before, *source], rooms[0]),
+            self._cut(targets, rooms[1]),
+        )
+        if not self._alone:
+            return Segment(shifted(bos, targets), targets, source)
+        segment = continued(bos, source, targets)
+        return segment if self._model.prefix_lm else dataclasses.replace(segment, prefix=None)
 
     def _cut(self, ids: Sequence[int], room: int) -> np.ndarray:
+        """The ids up to `room`, the last of which becomes eos."""
         ids = np.array(ids[:room], np.int32)
         ids[-1] = self._tokenizer.eos
         return ids
-
-
-class _EncoderDecoderPairs(_Pairs):
-    """The source in a sequence of the encoder, the target in one of the decoder."""
-
-    def __init__(self, store, part: str, task):
-        super().__init__(store, part, task.data)
-        self._rooms = self.rooms(task.data)
-
-    def sizes(self, source, targets):
-        return [source, targets]
-
-    def rooms(self, data):
-        return [data.length, data.decoder_length]
-
-    def segments(self, index, draw) -> list[Segment]:
-        pairs = [self.pair(number, self._rooms) for number in self.members[index]]
-        bos = self._tokenizer.bos
-        return [Segment(shifted(bos, targets), targets, source) for source, targets in pairs]
-
-
-class _DecoderPairs(_Pairs):
-    """The source and the target in one sequence of a decoder-only model."""
-
-    def __init__(self, store, part: str, task):
-        super().__init__(store, part, task.data)
-        length, self._prefix = task.data.length, task.model.prefix_lm
-        self._halves, self._whole = (length // 2, length - length // 2), (length, length)
-
-    def sizes(self, source, targets):
-        return [source + targets]
-
-    def rooms(self, data):
-        return [data.length]
-
-    def segments(self, index, draw) -> list[Segment]:
-        out = []
-        for number in self.members[index]:
-            rooms = self._halves if self.long[number] else self._whole
-            source, targets = self.pair(number, rooms)
-            segment = continued(self._tokenizer.bos, source, targets)
-            out.append(segment if self._prefix else dataclasses.replace(segment, prefix=None))
-        return out

@@ -1,0 +1,33 @@
+"""Settings of a config.json that differ between layers."""
+
+from transformer.convert.fields import Fields, shown
+
+
+def layer_kinds(f: Fields, layers: int) -> list[str] | None:
+    """Returns `layer_types`, which has one entry per layer, or None if it is missing or null."""
+    kinds = f.get("layer_types")
+    if kinds is None:
+        return None
+    if unknown := [k for k in kinds if k not in ("sliding_attention", "full_attention")]:
+        raise f.error("layer_types", f"has {shown(unknown[0])}, which is not supported")
+    if len(kinds) != layers:
+        raise f.error("layer_types", f"has {len(kinds)} entries for {layers} layers")
+    return kinds
+
+
+def shortest_period(layers: list) -> list:
+    """Returns the shortest prefix whose repetition, cut to the same length, equals the list."""
+    period = next(p for p in range(1, len(layers) + 1) if layers[:-p] == layers[p:])
+    return layers[:period]
+
+
+def per_layer(**fields: list) -> dict:
+    """Returns the fields of a ModelConfig for lists of one value per layer.
+
+    A field that differs between layers becomes part of `layer_pattern`.
+    """
+    fixed = {name: xs[0] for name, xs in fields.items() if xs.count(xs[0]) == len(xs)}
+    varied = {name: xs for name, xs in fields.items() if name not in fixed}
+    columns = zip(*varied.values(), strict=True)
+    layers = [dict(zip(varied, values, strict=True)) for values in columns]
+    return fixed | ({"layer_pattern": tuple(shortest_period(layers))} if varied else {})
