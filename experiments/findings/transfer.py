@@ -6,15 +6,16 @@ were published for pre-norm. Here each combination of size, parametrization and 
 The report states the slope of log2(best learning rate) against log2(size): 0 means that the rate
 transfers. The standard parametrization is the control, whose slope should not be 0.
 
-    for axis in width depth; do
-        python -m transformer sweep --config=experiments/findings/transfer.py:$axis \
-            --workdir=runs/transfer_$axis
-        python -m transformer compare runs/transfer_$axis
-    done
+    python -m transformer sweep --config=experiments/findings/transfer.py:width \
+        --workdir=runs/transfer_width
+    python -m transformer compare runs/transfer_width
+
+The same for depth: --config=experiments/findings/transfer.py:depth
 
 The models have heads of size 16, as in experiments/benchmarks/coordinates.py, which checks that the
 changes of activations do not depend on the size. At a larger scale (TPU v5e-16):
---config=experiments/findings/transfer.py:paper_width (or paper_depth)
+--config=experiments/findings/transfer.py:paper_width and
+--config=experiments/findings/transfer.py:paper_depth
 
 Hardware  two CPU cores, 288 runs (width) and 432 runs (depth)
 """
