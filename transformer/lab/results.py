@@ -72,6 +72,10 @@ class RunResult:
         points = [(line["step"], line[name]) for line in self.lines if name in line]
         return [(step, value) for step, value in points if math.isfinite(value)]
 
+    def first(self, name: str) -> float:
+        """Returns the first value of a metric, or NaN if there is none."""
+        return next((float(line[name]) for line in self.lines if name in line), math.nan)
+
     @property
     def names(self) -> set[str]:
         """The names of all metrics."""
