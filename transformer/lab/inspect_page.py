@@ -25,10 +25,7 @@ CAPTIONS = {
     "logit": "largest logit",
 }
 
-SIZES = {
-    "stream": "RMS of the residual stream",
-    "branch": "branch RMS / residual stream RMS",
-}
+SIZES = {"stream": "RMS of the residual stream", "branch": "branch RMS / residual stream RMS"}
 
 
 def page(view: View, title: str, about: Sequence[str]) -> str:
@@ -160,13 +157,10 @@ def _profiles(view: View) -> list[str]:
     layers = sorted({layer for sizes in view.sizes.values() for layer in sizes["layer"]})
     line = {"linewidth": 1.5, "markersize": 4.5}
     for size, label in SIZES.items():
-        figure, axes = new_figure(3.2)
+        figure, axes = new_figure(3.2, xlabel="layer", ylabel=label, xticks=layers)
         for name, sizes in view.sizes.items():
             look = line | styles_of[name]
             axes.plot(sizes["layer"], sizes[size], label=name.replace("_", "-"), **look)
-        axes.set_xlabel("layer")
-        axes.set_ylabel(label)
-        axes.set_xticks(layers)
         axes.set_ylim(bottom=0)
         axes.legend(frameon=False, fontsize=8)
         parts.append(figure_html(figure, f"{label} by layer"))

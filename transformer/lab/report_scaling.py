@@ -145,7 +145,8 @@ def _predictions(scaling: Scaling, points: Mapping[str, Points], held) -> Table:
 
 
 def _figure(points: Mapping[str, Points], scaling: Scaling, held) -> Figure:
-    figure, axes = new_figure(3.5)
+    labels = {"xlabel": "training FLOPs", "ylabel": "validation loss"}
+    figure, axes = new_figure(3.5, xscale="log", **labels)
     for name, style in styles(list(points)).items():
         x, line = points[name], {key: style[key] for key in ("color", "linestyle")}
         for out, fill in ((False, style["color"]), (True, "none")):
@@ -156,8 +157,5 @@ def _figure(points: Mapping[str, Points], scaling: Scaling, held) -> Figure:
         fit = scaling.fits.get(name)
         loss, why = (fit.law.at(C, fit.cost), "") if fit else (C * np.nan, " (no law)")
         axes.plot(C, loss, label=name + why, **line)
-    axes.set_xscale("log")
-    axes.set_xlabel("training FLOPs")
-    axes.set_ylabel("validation loss")
     axes.legend(frameon=False, fontsize=8)
     return figure

@@ -167,8 +167,8 @@ def _difference(versus: Difference | None) -> str:
 
 
 def _draw(curves: Sequence[Curve], style: Style) -> Figure:
-    figure, axes = new_figure(3.5)
     number = curves[0].number
+    figure, axes = new_figure(3.5, xlabel=number.field, ylabel=METRIC)
     for curve in curves:
         look, fit, x = style[curve.arm], curve.parabola, number.x
         runs = [(x(v), y) for v in curve.tried for y in curve.losses[v].values() if y < math.inf]
@@ -188,7 +188,5 @@ def _draw(curves: Sequence[Curve], style: Style) -> Figure:
         {*number.grid, *(v for curve in curves for v in (curve.tried[0], curve.tried[-1]))}
     )
     axes.set_xticks([number.x(v) for v in ticks], [f"{v:g}" for v in ticks])
-    axes.set_xlabel(number.field)
-    axes.set_ylabel(METRIC)
     add_legend(figure, axes)
     return figure
