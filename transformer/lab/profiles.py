@@ -106,11 +106,8 @@ def profiles(results: Results) -> list[Profile]:
     """
     result, declared = [], [item for cls in EVALUATORS.values() for item in cls.profiles.items()]
     for name, (caption, pattern, x_label, y_label, when, log) in [*PROFILES.items(), *declared]:
-        lines = {
-            arm.name: line
-            for arm in results.arms.values()
-            if (line := _line(arm, re.compile(pattern), when))
-        }
+        lines = {arm.name: _line(arm, re.compile(pattern), when) for arm in results.arms.values()}
+        lines = {name: line for name, line in lines.items() if line}
         coverage = measured_text(results, pattern)
         caption += f" ({coverage})" if coverage else ""
         found = (measures(run.config.train.evaluators, pattern) for run in results.runs)
@@ -142,12 +139,9 @@ def _line(arm: Arm, pattern: re.Pattern, when: str) -> dict[int, Mean]:
     for key in sorted({key for run in runs for key in run.names}):
         if match := pattern.fullmatch(key):
             places.setdefault(int(match.group(1)), []).append(key)
-    mean_of = lambda run, keys: float(np.mean([value_of(run, key) for key in keys]))
-    line = {
-        place: mean(
-            [x for run in runs if math.isfinite(x := mean_of(run, places[place]))],
-            bounds(places[place][0]),
-        )
-        for place in sorted(places)
-    }
-    return {place: value for place, value in line.items() if value.count}
+    line = {}
+    for place, keys in sorted(places.items()):
+        values = [float(np.mean([value_of(run, key) for key in keys])) for run in runs]
+        if finite := [x for x in values if math.isfinite(x)]:
+            line[place] = mean(finite, bounds(keys[0]))
+    return line
