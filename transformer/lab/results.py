@@ -91,13 +91,11 @@ class RunResult:
     def spent(self) -> list[tuple[int, float, float]]:
         """Returns cumulative (step, tokens, seconds). Runs trained together share the time."""
         totals, tokens, seconds = [(0, 0.0, 0.0)], 0.0, 0.0
-        for line in self.lines:
-            if "train/tokens" in line:
-                tokens += line["train/tokens"]
-                speed = line.get("time/tokens_per_second", 0.0)
-                together = line.get("time/together", 1)
-                seconds += line["train/tokens"] / speed / together if speed else 0.0
-                totals.append((line["step"], tokens, seconds))
+        for line in [line for line in self.lines if "train/tokens" in line]:
+            tokens += line["train/tokens"]
+            speed = line.get("time/tokens_per_second", 0.0) * line.get("time/together", 1)
+            seconds += line["train/tokens"] / speed if speed else 0.0
+            totals.append((line["step"], tokens, seconds))
         return totals
 
 
@@ -219,7 +217,13 @@ def _of_runs(folders: Sequence[Path]) -> tuple[Sweep, dict[str, Arm], list[str]]
     for folder in folders:
         if not folder.is_dir():
             raise UserError(f"compare: no directory {folder}")
-        if run := load_run(folder, left_out, str(folder), required=True):
+        if not (folder / "config.json").exists():
+            runs = sorted(str(file.parent) for file in folder.glob("*/config.json"))
+            names = " ".join(runs[:3]) + " ..." * (len(runs) > 3)
+            hint = f"; pass the runs in it: {names}" if runs else ""
+            missing = "(no config.json) and no sweep (no sweep.json)"
+            raise UserError(f"compare: no run in {folder} {missing}{hint}")
+        if run := load_run(folder, left_out, str(folder)):
             settings = to_mapping(dataclasses.replace(run.config, seed=0))
             groups.setdefault(json.dumps(settings, sort_keys=True), []).append(run)
     if not groups:
@@ -230,15 +234,15 @@ def _of_runs(folders: Sequence[Path]) -> tuple[Sweep, dict[str, Arm], list[str]]
         names.append(name if name not in names else f"{name}-{len(names)}")
     base = flatten_fields(to_mapping(next(iter(groups.values()))[0].config))
     for name, runs in zip(names, groups.values(), strict=True):
-        fields = flatten_fields(to_mapping(runs[0].config))
-        changes = {k: v for k, v in fields.items() if base.get(k) != v and k != "seed"}
+        fields = flatten_fields(to_mapping(runs[0].config)).items()
+        changes = {k: v for k, v in fields if base.get(k) != v and k != "seed"}
         by_seed = {run.seed: run for run in runs}
         if len(by_seed) < len(runs):
             left_out.append(f"{name}: several runs have the same seed; only the last is used")
         arms[name] = Arm(name, changes, by_seed, parameters=runs[0].manifest.get("parameters", 0))
-    seeds = tuple(sorted({seed for arm in arms.values() for seed in arm.runs}))
+    seeds = sorted({seed for arm in arms.values() for seed in arm.runs})
     grid = Grid(tuple(Point(name, {"arm": name}) for name in arms))
-    return Sweep(grid, seeds=seeds), arms, left_out
+    return Sweep(grid, seeds=tuple(seeds)), arms, left_out
 
 
 def _name(folder: Path) -> str:
@@ -248,23 +252,14 @@ def _name(folder: Path) -> str:
     return f"{name}_" if name in RESERVED else name
 
 
-def load_run(
-    folder: Path, left_out: list[str], name: str, required: bool = False
-) -> RunResult | None:
+def load_run(folder: Path, left_out: list[str], name: str) -> RunResult | None:
     """Reads a run. If it cannot be read, adds the reason to `left_out` and returns None."""
     if not (folder / "config.json").exists():
-        if required:
-            runs = sorted(str(file.parent) for file in folder.glob("*/config.json"))
-            names = " ".join(runs[:3]) + " ..." * (len(runs) > 3)
-            hint = f"; pass the runs in it: {names}" if runs else ""
-            missing = "(no config.json) and no sweep (no sweep.json)"
-            raise UserError(f"compare: no run in {folder} {missing}{hint}")
         left_out.append(f"{name}: not started")
         return None
-    test_file = folder / "test.json"
     try:
         config, manifest = load_config(folder), read_manifest(folder)
-        tested = read_json(test_file) if test_file.exists() else {}
+        tested = read_json(file) if (file := folder / "test.json").exists() else {}
         parsed = parse_metrics(folder)
     except UserError as e:
         left_out.append(f"{name}: {e}")
@@ -307,10 +302,8 @@ def _why_not(run: RunResult, first: RunResult, sweep: Sweep) -> str | None:
         return f"was {measured} on a different text from {first.folder}"
     in_tokens = of_tokens(sweep.metric, first.config.objective.predicts_tokens)
     if in_tokens and "tokenizer" not in sweep.declared and not same("tokenizer_sha256"):
-        return (
-            f"has a different tokenizer from {first.folder}, and {sweep.metric} depends on it "
-            "(test/bits_per_byte does not)"
-        )
+        why = f"and {sweep.metric} depends on it (test/bits_per_byte does not)"
+        return f"has a different tokenizer from {first.folder}, {why}"
     if "data" not in allowed and not same("objective"):
         value, reference = (data(x, "objective") for x in (run, first))
         return f"has a different objective ({value}) from {first.folder} ({reference})"
