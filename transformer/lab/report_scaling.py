@@ -37,9 +37,7 @@ def section(results: Results) -> Section:
     baseline = rungs[results.sweep.baseline]["arm"]
     scaling = fit_all({name: inside(x) for name, x in points.items()}, baseline)
     sentences = [f"{name} has no scaling law: {why}." for name, why in scaling.why_not.items()]
-    tables: list[Table] = []
-    if scaling.fits:
-        tables = [_laws(scaling), _predictions(scaling, points, held)]
+    tables = [_laws(scaling), _predictions(scaling, points, held)] if scaling.fits else []
     if baseline in scaling.fits and len(scaling.fits) > 1:
         # The largest budget of each size.
         x = points[baseline]
@@ -110,9 +108,8 @@ def _multipliers(scaling: Scaling, arms: Sequence[str], budgets) -> Table:
     for arm in arms:
         for C, is_held in budgets:
             floors = ", ".join(f"{x:.2f}" for x in scaling.with_fixed_floor(arm, C))
-            name = f"{C:.2e}{' (extrapolated)' * is_held}"
             intervals = map(_spell, (scaling.multiplier(arm, C), profile(scaling, arm, C)))
-            rows.append([arm, name, *intervals, floors])
+            rows.append([arm, f"{C:.2e}{' (extrapolated)' * is_held}", *intervals, floors])
     return rows
 
 
@@ -138,9 +135,9 @@ def _predictions(scaling: Scaling, points: Mapping[str, Points], held) -> Table:
         for i, loss in enumerate(x.loss.mean(0) if x.runs else ()):
             N, D = x.N[0, i], x.D[0, i]
             law = scaling.predict(name, N, D, len(x.runs))
-            inside = "yes" if law.low <= loss <= law.high else "no"
-            numbers = (f"{N:,.0f}", f"{D:.2e}", _spell(law, 4), f"{loss:.4f}")
-            rows.append([name, *numbers, f"{loss / law.value - 1:+.2%}", inside])
+            inside, error = law.low <= loss <= law.high, f"{loss / law.value - 1:+.2%}"
+            numbers = (f"{N:,.0f}", f"{D:.2e}", _spell(law, 4), f"{loss:.4f}", error)
+            rows.append([name, *numbers, "yes" if inside else "no"])
     return rows
 
 
