@@ -10,7 +10,7 @@ from transformer.lab.figures import new_figure, styles
 from transformer.lab.laws import fit_huber, isoflop
 from transformer.lab.likelihood import profile
 from transformer.lab.multipliers import Estimate, Points, Scaling, fit_all, ranking
-from transformer.lab.page import Section
+from transformer.lab.page import Section, Table
 from transformer.lab.results import Results
 
 NOTE = (
@@ -23,8 +23,6 @@ CAPTION = (
     "Validation loss at the end of each decay against training FLOPs. Lines: the lowest loss for a "
     "budget by each arm's law. Hollow: the size that is held out of the fit."
 )
-
-Table = list[list[str]]
 
 
 def section(results: Results) -> Section:
