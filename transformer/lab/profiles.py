@@ -36,33 +36,19 @@ WHEN = {"first": "before the first step", "last": "at the end"}
 
 # fmt: off
 PROFILES = {
-    "loss_by_position": (
-        "Test loss by position in the sequence", r"test/loss_by_position/(\d+)",
-        "preceding tokens", NATS, "last", "",
-    ),
-    "extrapolation": (
-        "Test loss in longer, non-overlapping sequences", r"test/extrapolation/(\d+)",
-        TOKENS, NATS, "last", "x",
-    ),
-    "extrapolation_sliding": (
-        "Test loss of the last tokens of longer sequences", r"test/extrapolation_sliding/(\d+)",
-        TOKENS, NATS, "last", "x",
-    ),
-    "context": (
-        "Mean number of preceding tokens in longer sequences", r"test/context/(\d+)",
-        TOKENS, "preceding tokens", "last", "xy",
-    ),
-    "probe": (
-        "Exact-match accuracy by task length", r"test/probe/exact/(\d+)",
-        "task length", "exact-match accuracy", "last", "x",
-    ),
-    "logit_lens": (
-        "Logit-lens loss by layer", r"test/lens/loss/(\d+)", "layer", NATS, "last", "",
-    ),
-    "bleu_by_length": (
-        "BLEU by source length", r"test/bleu_by_length/(\d+)",
-        "minimum number of source words", "BLEU", "last", "",
-    ),
+    "loss_by_position": ("Test loss by position in the sequence",
+        r"test/loss_by_position/(\d+)", "preceding tokens", NATS, "last", ""),
+    "extrapolation": ("Test loss in longer, non-overlapping sequences",
+        r"test/extrapolation/(\d+)", TOKENS, NATS, "last", "x"),
+    "extrapolation_sliding": ("Test loss of the last tokens of longer sequences",
+        r"test/extrapolation_sliding/(\d+)", TOKENS, NATS, "last", "x"),
+    "context": ("Mean number of preceding tokens in longer sequences",
+        r"test/context/(\d+)", TOKENS, "preceding tokens", "last", "xy"),
+    "probe": ("Exact-match accuracy by task length",
+        r"test/probe/exact/(\d+)", "task length", "exact-match accuracy", "last", "x"),
+    "logit_lens": ("Logit-lens loss by layer", r"test/lens/loss/(\d+)", "layer", NATS, "last", ""),
+    "bleu_by_length": ("BLEU by source length",
+        r"test/bleu_by_length/(\d+)", "minimum number of source words", "BLEU", "last", ""),
 } | {
     f"{metric}_of_heads_{side}_{when}": (
         f"{label}, mean over heads, by layer, {side} self-attention, {time}",
