@@ -38,14 +38,11 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Reaches:
-    """When an arm reaches the final validation value of the baseline.
+    """When an arm reaches the final validation value of the baseline."""
 
-    Of `seeds` common seeds, `count` reach it, on average after `share` of the baseline's steps.
-    """
-
-    share: float
-    count: int
-    seeds: int
+    share: float  # of the baseline's steps, on average
+    count: int  # of the common seeds that reach it
+    seeds: int  # common ones
 
 
 @dataclasses.dataclass(frozen=True)
