@@ -158,10 +158,7 @@ class Results:
 
 
 def read(
-    folders: Sequence[Path],
-    metric: str = "",
-    baseline: str = "",
-    higher_is_better: bool | None = None,
+    folders: Sequence[Path], metric="", baseline="", higher_is_better: bool | None = None
 ) -> Results:
     """Returns the results of a sweep directory, or of several run directories.
 
@@ -228,12 +225,10 @@ def _of_runs(folders: Sequence[Path]) -> tuple[Sweep, dict[str, Arm], list[str]]
             groups.setdefault(json.dumps(settings, sort_keys=True), []).append(run)
     if not groups:
         raise UserError(f"compare: nothing to compare: {'; '.join(left_out)}")
-    names, arms = [], {}
+    arms, base = {}, flatten_fields(to_mapping(next(iter(groups.values()))[0].config))
     for runs in groups.values():
         name = _name(runs[0].folder.resolve())
-        names.append(name if name not in names else f"{name}-{len(names)}")
-    base = flatten_fields(to_mapping(next(iter(groups.values()))[0].config))
-    for name, runs in zip(names, groups.values(), strict=True):
+        name = name if name not in arms else f"{name}-{len(arms)}"
         fields = flatten_fields(to_mapping(runs[0].config)).items()
         changes = {k: v for k, v in fields if base.get(k) != v and k != "seed"}
         by_seed = {run.seed: run for run in runs}
@@ -282,13 +277,11 @@ def _comparable(arms: dict[str, Arm], sweep: Sweep) -> tuple[dict[str, Arm], lis
     first = next(run for arm in (arms[sweep.baseline], *arms.values()) for run in arm.runs.values())
     comparable, left_out = {}, []
     for name, arm in arms.items():
-        runs = {}
-        for seed, run in arm.runs.items():
-            # A damaged manifest may contain NaN, which differs from itself.
-            if run is not first and (reason := _why_not(run, first, sweep)):
-                left_out.append(f"{name}, seed {seed}: {reason}, and cannot be compared")
-            else:
-                runs[seed] = run
+        # A damaged manifest may contain NaN, which differs from itself.
+        others = {seed: run for seed, run in arm.runs.items() if run is not first}
+        why = {seed: x for seed, run in others.items() if (x := _why_not(run, first, sweep))}
+        left_out += [f"{name}, seed {n}: {x}, and cannot be compared" for n, x in why.items()]
+        runs = {seed: run for seed, run in arm.runs.items() if seed not in why}
         comparable[name] = dataclasses.replace(arm, runs=runs)
     return comparable, left_out
 
