@@ -223,7 +223,6 @@ def new_figure(height: float, **properties) -> tuple[Figure, Axes]:
 
 
 def _differences(verdict: Verdict) -> Figure:
-    """Plots the difference of each arm from the baseline."""
     rows, sweep = verdict.rows, verdict.results.sweep
     compared = {n: x for n, x in rows.items() if x.to_baseline and x.to_baseline.mean.count > 1}
     figure, axes = new_figure(1.1 + 0.46 * len(compared))

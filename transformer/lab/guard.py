@@ -163,7 +163,6 @@ def check(sweep: Sweep, configs: Configs, facts: Mapping[str, Facts]) -> None:
 
 
 def _check_twins(sweep: Sweep, configs: Configs, facts: Mapping[str, Facts]) -> None:
-    """Raises UserError if two arms build the same programs, or a control matches no other arm."""
     twin_of = twins(configs, {arm: (fact.parameters, fact.flops) for arm, fact in facts.items()})
     for arm, first in twin_of.items():
         if sweep.controls.keys() & {arm, first}:

@@ -162,7 +162,6 @@ def _maps(subject: Subject, watched: dict, tokens_of: dict[str, list[str]]) -> l
 
 
 def _sizes(subject: Subject, sizes: dict) -> dict[str, dict[str, list[float]]]:
-    """Returns the sizes of the residual stream and of each branch, by sublayer and layer."""
     flat, by_sublayer = flatten(sizes), {}
     places = where(subject.config.model, flat)
     for name in sorted(places, key=split_layer_path):

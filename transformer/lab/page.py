@@ -11,7 +11,6 @@ from matplotlib.figure import Figure
 
 STYLE, SCRIPT = (Path(__file__).with_name(f"report.{kind}").read_text() for kind in ("css", "js"))
 
-
 Table = Sequence[Sequence[str]]
 
 

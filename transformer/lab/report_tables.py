@@ -133,7 +133,6 @@ SCANNED = (
     "contains the best value."
 )
 
-
 LOGIC = (
     "The verdict compares each arm with the baseline, paired by seed, and with no other arm. A "
     "difference is detectable if its 95 % t interval excludes zero and the p value of a paired "
