@@ -118,11 +118,9 @@ class Arm:
 
     def values(self, metric: str) -> dict[int, float]:
         """Returns seed -> final value, for finished runs that did not diverge."""
-        return {
-            seed: value
-            for seed, run in self.runs.items()
-            if run.diverged is None and math.isfinite(value := run.outcome(metric))
-        }
+        ended = {seed: run for seed, run in self.runs.items() if run.diverged is None}
+        values = {seed: run.outcome(metric) for seed, run in ended.items()}
+        return {seed: value for seed, value in values.items() if math.isfinite(value)}
 
     @property
     def diverged(self) -> dict[int, int]:
