@@ -90,13 +90,11 @@ def interactions(verdict: Verdict) -> Drawings:
 def scanned(verdict: Verdict) -> Drawings:
     """Returns the figures of scanned fields."""
     metric = verdict.results.sweep.metric
-    return {
-        f"scan_{field}": (
-            f"{metric} against {field}: mean over finished seeds with its 95 % interval.",
-            _scan(verdict, field, caption_of(metric, verdict.results)),
-        )
-        for field in dict.fromkeys(scan.field for scan in verdict.scans)
-    }
+    pictures, y_label = {}, caption_of(metric, verdict.results)
+    for field in dict.fromkeys(scan.field for scan in verdict.scans):
+        caption = f"{metric} against {field}: mean over finished seeds with its 95 % interval."
+        pictures[f"scan_{field}"] = (caption, _scan(verdict, field, y_label))
+    return pictures
 
 
 def curves(verdict: Verdict) -> Drawings:
@@ -285,11 +283,8 @@ def _curve(arm: Arm, metric: str, x_of: Callable) -> Curve | None:
 
     The x of a step is the mean over the runs, linearly interpolated between log lines.
     """
-    logged = [
-        (dict(ys), np.array(run.spent()))
-        for run in arm.runs.values()
-        if run.diverged is None and (ys := run.curve(metric))
-    ]
+    ended = [run for run in arm.runs.values() if run.diverged is None and run.curve(metric)]
+    logged = [(dict(run.curve(metric)), np.array(run.spent())) for run in ended]
     steps = sorted(set.intersection(*(set(ys) for ys, _ in logged))) if logged else []
     at = lambda step, spent: (np.interp(step, spent[:, 0], spent[:, n]) for n in (1, 2))
     x_at = lambda step: np.mean([x_of(arm, step, *at(step, spent)) for _, spent in logged])
