@@ -185,6 +185,6 @@ def tables(effects: Sequence[Effect]) -> list[list[list[str]]]:
 
 def as_csv(effects: Sequence[Effect]) -> list[list]:
     """Returns the effects in full precision."""
-    row = lambda x: [x.name, x.versus.mean.mean, x.versus.mean.low, x.versus.mean.high, x.versus.p]
+    row = lambda name, x, p: [name, x.mean, x.low, x.high, p, x.count]
     head = ["effect", "difference", "low", "high", "p_corrected", "seeds"]
-    return [head, *([*row(effect), effect.versus.mean.count] for effect in effects)]
+    return [head, *(row(x.name, x.versus.mean, x.versus.p) for x in effects)]
