@@ -126,13 +126,11 @@ def _numbers(attention: Map) -> list[str]:
         values_LxN = attention.numbers[statistic]
         low, high = float(values_LxN.min()), float(values_LxN.max())
         head = "".join(f"<th>head {n}</th>" for n in range(values_LxN.shape[1]))
-        rows = ""
-        for layer, row in zip(attention.layers, values_LxN, strict=True):
-            rows += f"<tr><td>layer {layer}</td>"
-            for x in row:
-                style = _blue((x - low) / max(high - low, 1e-9) * 0.9)
-                rows += f"<td class=cell style='{style}'>{x:.2f}</td>"
-            rows += "</tr>"
+        rows, shares_LxN = "", (values_LxN - low) / max(high - low, 1e-9) * 0.9
+        for layer, row, shares in zip(attention.layers, values_LxN, shares_LxN, strict=True):
+            cells = [(f"{x:.2f}", _blue(share)) for x, share in zip(row, shares, strict=True)]
+            cells = "".join(f"<td class=cell style='{look}'>{x}</td>" for x, look in cells)
+            rows += f"<tr><td>layer {layer}</td>{cells}</tr>"
         parts.append(
             f"<div><p class=about>{label.capitalize()}</p><div class=wide><table>"
             f"<thead><tr><th></th>{head}</tr></thead><tbody>{rows}</tbody></table></div></div>"
