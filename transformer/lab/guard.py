@@ -111,9 +111,8 @@ def warmup(config: Experiment) -> str:
 
 def allowed_facts(sweep: Sweep) -> set[str]:
     """Returns the facts in which arms may differ: declared ones, and those set by varied fields."""
-    varies = functools.partial(_varies, sweep)
-    set_by_varied = {name for name, fields in SET_BY.items() if any(map(varies, fields))}
-    return set_by_varied | set(sweep.declared)
+    varied = {name for name, by in SET_BY.items() if any(_varies(sweep, x) for x in by)}
+    return varied | set(sweep.declared)
 
 
 def _varies(sweep: Sweep, prefix: str) -> bool:

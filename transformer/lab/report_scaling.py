@@ -60,8 +60,7 @@ def section(results: Results) -> Section:
 
 def read_points(results: Results) -> tuple[dict[str, Points], dict[str, str]]:
     """Returns the points of each arm, and a reason for each run that is left out."""
-    rows: dict[str, list] = {}
-    missing = {}
+    rows, missing = {}, {}
     for name, rung in results.sweep.ladder.items():
         arm = results.arms[name]
         for seed, run in arm.runs.items():

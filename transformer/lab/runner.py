@@ -249,9 +249,8 @@ def _log_error(subject: str, error: Exception) -> None:
 
 
 def _spell(error: Exception) -> str:
-    if isinstance(error, UserError):
-        return str(error)
-    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
+    short = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+    return str(error) if isinstance(error, UserError) else short
 
 
 @contextlib.contextmanager
