@@ -191,7 +191,6 @@ def _scan(verdict: Verdict, field: str, y_label: str) -> Figure:
 
 
 def _line(axes: Axes, xs: Sequence[float], means: Sequence[Mean], name: str, style: dict) -> None:
-    """Plots means as a line and intervals as a band."""
     look = {"linewidth": 1.5, "markersize": 4.5, "markevery": max(1, len(xs) // 8)} | style
     axes.plot(xs, [m.mean for m in means], label=name, gid=f"{name}, {{x:g}}: {{y:.4g}}", **look)
     if all(math.isfinite(m.half) for m in means):

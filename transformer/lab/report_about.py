@@ -100,7 +100,6 @@ def provenance(results: Results) -> list[tuple[str, str]]:
 
 def reproduction_commands(results: Results) -> str:
     """Returns the commands that reproduce the report."""
-    where = " ".join(map(str, results.folders))
     compare = ["python", "-m", "transformer", "compare", *map(str, results.folders)]
     sweep = (study := study_of(results)) and study.sweep
     if not sweep or sweep.metric != results.sweep.metric:
@@ -114,7 +113,7 @@ def reproduction_commands(results: Results) -> str:
         return shlex.join(compare)
     options = [f"--config={study.file}"] * bool(study.file)
     options += [f"--config.{key}={value}" for key, value in study.overrides.items()]
-    command = ["python", "-m", "transformer", "sweep", *options, f"--workdir={where}"]
+    command = ["python", "-m", "transformer", "sweep", *options, f"--workdir={results.folders[0]}"]
     return f"{shlex.join(command)}\n{shlex.join(compare)}"
 
 

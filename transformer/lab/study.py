@@ -95,8 +95,6 @@ class PlannedRun:
         except (UserError, FileNotFoundError, AttributeError):
             return None
 
-    # ---- claims
-
     @property
     def claim(self) -> Claim:
         """The claim of the process that works on the run."""

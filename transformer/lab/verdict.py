@@ -173,7 +173,6 @@ def _verdict(results: Results, rows: Mapping[str, Row], scanned: Sequence[Scan])
 
 
 def _clauses(results: Results, compared: Mapping[str, Row]) -> list[str]:
-    """Returns the clauses of the verdict: better, worse, undetected and untested arms."""
     metric, base = results.sweep.metric, results.sweep.baseline
     counts = unit(metric, results.predicts_tokens)
     names = lambda outcome: [name for name, row in compared.items() if row.outcome == outcome]
