@@ -108,18 +108,12 @@ def effects_of(cells: Cells, without: Collection[str]) -> tuple[Effect, ...]:
     """
     if len(cells.fields) < 2:
         return ()
-    steps = {
-        field: [(field, cells.levels(field)[0], b) for b in cells.levels(field)[1:]]
-        for field in cells.fields
-        if field not in without
-    }
-    pairs = itertools.combinations(steps.values(), 2)
-    singles = [(step,) for changes in steps.values() for step in changes]
+    levels = {field: cells.levels(field) for field in cells.fields if field not in without}
+    steps = [[(field, a, b) for b in others] for field, (a, *others) in levels.items()]
+    singles = [(step,) for changes in steps for step in changes]
+    pairs = [pair for two in itertools.combinations(steps, 2) for pair in itertools.product(*two)]
     effects = []
-    for changes in (
-        *singles,
-        *itertools.chain.from_iterable(itertools.starmap(itertools.product, pairs)),
-    ):
+    for changes in (*singles, *pairs):
         versus, at, settings = cells.contrast(*changes)
         if settings >= 3 - len(changes):  # one setting is a difference from the baseline
             effects.append(Effect(changes, versus, at))
@@ -191,6 +185,6 @@ def tables(effects: Sequence[Effect]) -> list[list[list[str]]]:
 
 def as_csv(effects: Sequence[Effect]) -> list[list]:
     """Returns the effects in full precision."""
-    row = lambda x: [x.name, x.versus.mean.mean, x.versus.mean.low, x.versus.mean.high, x.versus.p]
+    row = lambda name, x, p: [name, x.mean, x.low, x.high, p, x.count]
     head = ["effect", "difference", "low", "high", "p_corrected", "seeds"]
-    return [head, *([*row(effect), effect.versus.mean.count] for effect in effects)]
+    return [head, *(row(x.name, x.versus.mean, x.versus.p) for x in effects)]

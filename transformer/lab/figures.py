@@ -17,7 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
-from transformer.lab.effects import short
+from transformer.lab.effects import Values, short
 from transformer.lab.formatting import signed, spell_range
 from transformer.lab.profiles import Profile
 from transformer.lab.results import Arm, Results
@@ -40,11 +40,9 @@ Drawings = dict[str, tuple[str, Figure]]
 
 def styles(names: Sequence[str]) -> Style:
     """Returns the color, line style and marker of each arm. All figures use the same ones."""
-    cycles = zip(names, *map(itertools.cycle, (COLORS, LINES, MARKERS)), strict=False)
-    return {
-        name: {"color": color, "linestyle": line, "marker": marker}
-        for name, color, line, marker in cycles
-    }
+    looks = zip(*map(itertools.cycle, (COLORS, LINES, MARKERS)), strict=False)
+    keys = ("color", "linestyle", "marker")
+    return {name: dict(zip(keys, next(looks), strict=True)) for name in names}
 
 
 def caption_of(name: str, results: Results) -> str:
@@ -77,7 +75,7 @@ def interactions(verdict: Verdict) -> Drawings:
     pairs = [tuple(field for field, *_ in x.changes) for x in verdict.effects]
     pictures = {}
     for one, other in dict.fromkeys(pair for pair in pairs if len(pair) == 2):
-        lines: dict[str, dict[str, dict[int, float]]] = {}
+        lines: dict[str, dict[str, Values]] = {}
         for (a, c), values in verdict.cells.averages(one, other).items():
             lines.setdefault(a, {})[c] = values
         caption = (
@@ -92,13 +90,11 @@ def interactions(verdict: Verdict) -> Drawings:
 def scanned(verdict: Verdict) -> Drawings:
     """Returns the figures of scanned fields."""
     metric = verdict.results.sweep.metric
-    return {
-        f"scan_{field}": (
-            f"{metric} against {field}: mean over finished seeds with its 95 % interval.",
-            _scan(verdict, field, caption_of(metric, verdict.results)),
-        )
-        for field in dict.fromkeys(scan.field for scan in verdict.scans)
-    }
+    pictures, y_label = {}, caption_of(metric, verdict.results)
+    for field in dict.fromkeys(scan.field for scan in verdict.scans):
+        caption = f"{metric} against {field}: mean over finished seeds with its 95 % interval."
+        pictures[f"scan_{field}"] = (caption, _scan(verdict, field, y_label))
+    return pictures
 
 
 def curves(verdict: Verdict) -> Drawings:
@@ -113,26 +109,20 @@ def curves(verdict: Verdict) -> Drawings:
         "time": ("training time in seconds", lambda arm, step, tokens, seconds: seconds),
     }
     results, style = verdict.results, styles(list(verdict.results.arms))
-    shown, pictures, same = _lines(verdict), {}, []
-    arms, y_label = (
-        {arm: results.arms[arm] for arm in shown},
-        caption_of("validation/loss", results),
-    )
+    arms, pictures, same = [results.arms[arm] for arm in _lines(verdict)], {}, []
+    y_label = caption_of("validation/loss", results)
     for name, (x_label, x_of) in axes.items():
-        lines = [line for arm in arms if (line := _curve(arms[arm], "eval/loss", x_of))]
-        rates = [
-            x / step for line in lines for x, step in zip(line.xs, line.steps, strict=True) if step
-        ]
-        if not rates or not any(rates):
+        lines = [line for arm in arms if (line := _curve(arm, "eval/loss", x_of))]
+        points = [point for line in lines for point in zip(line.xs, line.steps, strict=True)]
+        rates = [x / step for x, step in points if step]
+        if not any(rates):
             continue
         if name in ("tokens", "flops") and max(rates) <= 1.01 * min(rates):
             same.append(f"{human_count(rates[0])} {x_label}")
             continue
         caption = f"Validation loss against {x_label}: each seed (thin lines), and the mean."
-        pictures[f"loss_by_{name}"] = (
-            caption + _subset(verdict, "curves.csv"),
-            _curves(lines, style, x_label, y_label),
-        )
+        caption += _subset(verdict, "curves.csv")
+        pictures[f"loss_by_{name}"] = (caption, _curves(lines, style, x_label, y_label))
     if same and "loss_by_steps" in pictures:
         caption, figure = pictures["loss_by_steps"]
         caption += f" A step is {' and '.join(same)} in every arm, so those curves are the same."
@@ -169,8 +159,8 @@ def _lines(verdict: Verdict) -> list[str]:
 
 
 def _profile(profile: Profile, shown: Sequence[str], style: Style) -> Figure:
-    """Plots a metric against position, with one line per arm."""
-    figure, axes = new_figure(3.5)
+    y_label = textwrap.fill(profile.y_label, 34)
+    figure, axes = new_figure(3.5, xlabel=profile.x_label, ylabel=y_label)
     for name in [name for name in shown if name in profile.lines]:
         line = profile.lines[name]
         _line(axes, list(line), list(line.values()), name, style[name])
@@ -181,8 +171,6 @@ def _profile(profile: Profile, shown: Sequence[str], style: Style) -> Figure:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     if "y" in profile.log:
         axes.set_yscale("log")
-    axes.set_xlabel(profile.x_label)
-    axes.set_ylabel(textwrap.fill(profile.y_label, 34))
     add_legend(figure, axes)
     return figure
 
@@ -190,22 +178,19 @@ def _profile(profile: Profile, shown: Sequence[str], style: Style) -> Figure:
 def _scan(verdict: Verdict, field: str, y_label: str) -> Figure:
     """Plots a metric against a scanned field, with one line per setting of the other fields."""
     lines = [scan for scan in verdict.scans if scan.field == field]
-    figure, axes = new_figure(3.5)
+    figure, axes = new_figure(3.5, xlabel=field, ylabel=y_label)
     for scan, style in zip(lines, styles([scan.setting for scan in lines]).values(), strict=True):
         points = {x: value for x, value in scan.points.items() if value.count}
         name = scan.setting or verdict.results.sweep.metric
         _line(axes, list(points), list(points.values()), name, style)
     if all(x > 0 for scan in lines for x in scan.points):
         axes.set_xscale("log")
-    axes.set_xlabel(field)
-    axes.set_ylabel(y_label)
     if any(scan.setting for scan in lines):
         add_legend(figure, axes)
     return figure
 
 
 def _line(axes: Axes, xs: Sequence[float], means: Sequence[Mean], name: str, style: dict) -> None:
-    """Plots means as a line and intervals as a band."""
     look = {"linewidth": 1.5, "markersize": 4.5, "markevery": max(1, len(xs) // 8)} | style
     axes.plot(xs, [m.mean for m in means], label=name, gid=f"{name}, {{x:g}}: {{y:.4g}}", **look)
     if all(math.isfinite(m.half) for m in means):
@@ -224,19 +209,17 @@ def add_legend(figure: Figure, axes: Axes) -> None:
     figure.legend(loc="outside lower center", frameon=False, fontsize=8, ncols=ncols)
 
 
-def new_figure(height: float) -> tuple[Figure, Axes]:
-    """Returns an empty figure of width `WIDTH` and this height in inches, with a light grid."""
+def new_figure(height: float, **properties) -> tuple[Figure, Axes]:
+    """Returns a figure of width `WIDTH` and this height in inches, and its axes with a grid."""
     figure = Figure(figsize=(WIDTH, height), dpi=200, layout="constrained")
     axes = figure.subplots()
     axes.grid(alpha=0.25)
-    axes.set_axisbelow(True)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+    axes.set(axisbelow=True, **properties)
+    axes.spines[["top", "right"]].set_visible(False)
     return figure, axes
 
 
 def _differences(verdict: Verdict) -> Figure:
-    """Plots the difference of each arm from the baseline."""
     rows, sweep = verdict.rows, verdict.results.sweep
     compared = {n: x for n, x in rows.items() if x.to_baseline and x.to_baseline.mean.count > 1}
     figure, axes = new_figure(1.1 + 0.46 * len(compared))
@@ -254,21 +237,17 @@ def _differences(verdict: Verdict) -> Figure:
     axes.set_yticks(range(len(labels)), labels)
     axes.set_ylim(len(labels) - 0.5, -0.5)
     axes.grid(axis="y", visible=False)
-    sides = ("worse", "better") if sweep.higher_is_better else ("better", "worse")
-    metric = caption_of(sweep.metric, verdict.results)
-    axes.set_xlabel(
-        f"\u2190 {sides[0]}        {sides[1]} \u2192\n{metric}:\ndifference from {sweep.baseline}"
-    )
+    left, right = ("worse", "better") if sweep.higher_is_better else ("better", "worse")
+    label = f"{caption_of(sweep.metric, verdict.results)}:\ndifference from {sweep.baseline}"
+    axes.set_xlabel(f"\u2190 {left}        {right} \u2192\n{label}")
     return figure
 
 
-def _paired(
-    lines: Mapping[str, Mapping[str, Mapping[int, float]]], verdict: Verdict, x_label: str
-) -> Figure:
+def _paired(lines: Mapping[str, Mapping[str, Values]], verdict: Verdict, x_label: str) -> Figure:
     """Plots line -> name on the x axis -> seed -> value. Thin lines join the values of a seed."""
     results = verdict.results
     metric, names = results.sweep.metric, list(next(iter(lines.values())))
-    figure, axes = new_figure(3.2)
+    figure, axes = new_figure(3.2, xlabel=x_label, ylabel=caption_of(metric, results))
     for n, (line, style) in enumerate(styles(list(lines)).items()):
         values = lines[line]
         xs = np.arange(len(names)) + 0.06 * (n - (len(lines) - 1) / 2)
@@ -283,8 +262,6 @@ def _paired(
         axes.errorbar(xs, [m.mean for m in means], yerr=np.nan_to_num(ends), **look)
     turned = {"rotation": 40, "ha": "right"} if sum(map(len, names)) > 48 else {}
     axes.set_xticks(range(len(names)), names, **turned)
-    axes.set_xlabel(x_label)
-    axes.set_ylabel(caption_of(metric, results))
     axes.margins(x=0.15 if len(names) < 4 else 0.05)
     if len(lines) > 1:
         add_legend(figure, axes)
@@ -305,11 +282,8 @@ def _curve(arm: Arm, metric: str, x_of: Callable) -> Curve | None:
 
     The x of a step is the mean over the runs, linearly interpolated between log lines.
     """
-    logged = [
-        (dict(ys), np.array(run.spent()))
-        for run in arm.runs.values()
-        if run.diverged is None and (ys := run.curve(metric))
-    ]
+    ended = [run for run in arm.runs.values() if run.diverged is None and run.curve(metric)]
+    logged = [(dict(run.curve(metric)), np.array(run.spent())) for run in ended]
     steps = sorted(set.intersection(*(set(ys) for ys, _ in logged))) if logged else []
     at = lambda step, spent: (np.interp(step, spent[:, 0], spent[:, n]) for n in (1, 2))
     x_at = lambda step: np.mean([x_of(arm, step, *at(step, spent)) for _, spent in logged])
@@ -322,7 +296,7 @@ def _curves(lines: Sequence[Curve], style: Style, x_label: str, y_label: str) ->
 
     Of long curves, the axes leave out the highest tenth, which is the beginning.
     """
-    figure, axes = new_figure(3.5)
+    figure, axes = new_figure(3.5, xlabel=x_label, ylabel=y_label)
     means = {line.name: np.mean(line.runs, axis=0) for line in lines}
     for line in lines:
         for ys in line.runs if len(line.runs) > 1 else ():
@@ -334,14 +308,10 @@ def _curves(lines: Sequence[Curve], style: Style, x_label: str, y_label: str) ->
     low = min(y for line in lines for ys in line.runs for y in ys)
     longest = max(len(line.xs) for line in lines)
     high = ends[int(0.9 * len(ends))] if longest > 10 else ends[-1]
-    inside = [
-        x for line in lines for x, y in zip(line.xs, means[line.name], strict=True) if y <= high
-    ]
+    inside = np.concatenate([np.array(line.xs)[means[line.name] <= high] for line in lines])
     axes.set_ylim(low - 0.05 * (high - low), high + 0.1 * (high - low))
     axes.set_xlim(min(inside), max(inside))
     axes.margins(x=0.02)
-    axes.set_xlabel(x_label)
-    axes.set_ylabel(y_label)
     add_legend(figure, axes)
     if max(inside) >= 1000:
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))

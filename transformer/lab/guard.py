@@ -111,9 +111,8 @@ def warmup(config: Experiment) -> str:
 
 def allowed_facts(sweep: Sweep) -> set[str]:
     """Returns the facts in which arms may differ: declared ones, and those set by varied fields."""
-    varies = functools.partial(_varies, sweep)
-    set_by_varied = {name for name, fields in SET_BY.items() if any(map(varies, fields))}
-    return set_by_varied | set(sweep.declared)
+    varied = {name for name, by in SET_BY.items() if any(_varies(sweep, x) for x in by)}
+    return varied | set(sweep.declared)
 
 
 def _varies(sweep: Sweep, prefix: str) -> bool:
@@ -124,14 +123,11 @@ def undeclared(sweep: Sweep, facts: Mapping[str, Facts]) -> list[str]:
     """Returns a line for each fact in which arms differ although the sweep does not allow it."""
     lines, base = [], {arm: facts[sweep.reference(arm)] for arm in facts}
     for name in [name for name in SET_BY if name not in allowed_facts(sweep)]:
-        different = [x for x in facts if not _same(name, facts[x], base[x], sweep)]
-        if different:
+        if different := [x for x in facts if not _same(name, facts[x], base[x], sweep)]:
             arm, fact = different[0], facts[different[0]]
             more = f", and {len(different) - 1} more" if len(different) > 1 else ""
-            lines.append(
-                f"{name}: {sweep.reference(arm)} {_spell(name, base[arm], fact)}, "
-                f"{arm} {_spell(name, fact, base[arm])}{more}"
-            )
+            usual, here = _spell(name, base[arm], fact), _spell(name, fact, base[arm])
+            lines.append(f"{name}: {sweep.reference(arm)} {usual}, {arm} {here}{more}")
     return lines
 
 
@@ -153,23 +149,19 @@ def check(sweep: Sweep, configs: Configs, facts: Mapping[str, Facts]) -> None:
             "that does not, such as Sweep(..., metric='test/bits_per_byte'), or declare the "
             "reason, declared={'tokenizer': \"...\"}"
         )
-    for name in sweep.declared:
-        if name not in SET_BY:
-            problem = f"sweep: declared: {name!r} is not a compared property"
-            raise UserError(f"{problem}; choose from: {', '.join(SET_BY)}")
+    if unknown := [name for name in sweep.declared if name not in SET_BY]:
+        problem = f"sweep: declared: {unknown[0]!r} is not a compared property"
+        raise UserError(f"{problem}; choose from: {', '.join(SET_BY)}")
     if lines := undeclared(sweep, facts):
         name = lines[0].partition(":")[0]
         hint = f"; or match the sizes: match={name!r}" if name in SIZES and not sweep.match else ""
         raise UserError(
-            "sweep: arms differ in undeclared properties: "
-            + "; ".join(lines)
-            + "; if the difference is intended, give the reason: "
-            f'Sweep(..., declared={{{name!r}: "..."}}){hint}'
+            f"sweep: arms differ in undeclared properties: {'; '.join(lines)}; if the difference "
+            f'is intended, give the reason: Sweep(..., declared={{{name!r}: "..."}}){hint}'
         )
 
 
 def _check_twins(sweep: Sweep, configs: Configs, facts: Mapping[str, Facts]) -> None:
-    """Raises UserError if two arms build the same programs, or a control matches no other arm."""
     twin_of = twins(configs, {arm: (fact.parameters, fact.flops) for arm, fact in facts.items()})
     for arm, first in twin_of.items():
         if sweep.controls.keys() & {arm, first}:
@@ -225,10 +217,8 @@ def matched(
     if sweep.match == "time":
         return _in_time(sweep, configs, before, report)
     if "model.d_ff" in sweep.fields:
-        raise UserError(
-            f"sweep: match={sweep.match!r} sizes arms by model.d_ff, which varies; "
-            "remove one of the two"
-        )
+        conflict = f"match={sweep.match!r} sizes arms by model.d_ff, which varies"
+        raise UserError(f"sweep: {conflict}; remove one of the two")
     target = lambda arm: getattr(facts(configs[sweep.reference(arm)]), sweep.match)
     return {arm: _sized(arm, x, sweep.match, target(arm), report) for arm, x in configs.items()}
 
@@ -265,11 +255,8 @@ def _in_time(sweep: Sweep, configs: Configs, before: Configs, report) -> dict[st
     An arm that was measured before and is otherwise unchanged keeps its steps, because a new
     measurement would give a different number.
     """
-    base = configs[sweep.baseline]
-
-    def with_steps(config: Experiment, steps: int) -> Experiment:
-        return dataclasses.replace(config, train=dataclasses.replace(config.train, steps=steps))
-
+    base, replace = configs[sweep.baseline], dataclasses.replace
+    with_steps = lambda config, n: replace(config, train=replace(config.train, steps=n))
     sized = {sweep.baseline: base}
     for arm, config in before.items() if before.get(sweep.baseline) == base else ():
         if arm in configs and config == with_steps(configs[arm], config.train.steps):

@@ -25,32 +25,25 @@ CAPTIONS = {
     "logit": "largest logit",
 }
 
-SIZES = {
-    "stream": "RMS of the residual stream",
-    "branch": "branch RMS / residual stream RMS",
-}
+SIZES = {"stream": "RMS of the residual stream", "branch": "branch RMS / residual stream RMS"}
 
 
 def page(view: View, title: str, about: Sequence[str]) -> str:
     """Returns the page as one self-contained HTML file."""
     escape = html.escape
+    output = f"<p><b>model output</b> {escape(view.answer)}</p>"
+    cut = f"Cut off: {count(view.cut, 'token')} beyond the maximum length."
     parts = [
         f"<h1>{escape(title)}</h1>",
         f"<p class=about>{escape(' '.join(about))}</p>",
         f"<p><b>text</b> {escape(view.text)}</p>",
-    ]
-    if view.answer:
-        parts.append(f"<p><b>model output</b> {escape(view.answer)}</p>")
-    if view.cut:
-        cut = count(view.cut, "token")
-        parts.append(f"<p class=note>Cut off: {cut} beyond the maximum length.</p>")
-    losses = view.losses_T[~np.isnan(view.losses_T)]
-    parts += [
+        *([output] if view.answer else ()),
+        *([f"<p class=note>{cut}</p>"] if view.cut else ()),
         "<h2>Loss of each token</h2>",
         f"<div class=tokens>{_tokens(view)}</div>",
         "<p class=note>Darker tokens are less likely, given the tokens that the model attends to. "
-        f"The mean loss is {losses.mean():.3f} nats per token. Hover over a token for its loss and "
-        "for the most likely tokens at its position.</p>",
+        f"The mean loss is {np.nanmean(view.losses_T):.3f} nats per token. Hover over a token for "
+        "its loss and for the most likely tokens at its position.</p>",
         "<h2>Logit lens: the prediction after each layer</h2>",
         _lens(view),
         "<p class=note>The model's final norm and head, applied to the residual stream after each "
@@ -68,10 +61,8 @@ def _blue(share: float) -> str:
     """Returns CSS for a background from white to dark blue, with a readable text color."""
     share = min(max(share, 0.0), 1.0)
     red, green, blue = 255 - 255 * share, 255 - 141 * share, 255 - 77 * share
-    return (
-        f"background:rgb({red:.0f},{green:.0f},{blue:.0f});"
-        f"color:{'#fff' if share > 0.55 else '#1a1a1a'}"
-    )
+    text = "#fff" if share > 0.55 else "#1a1a1a"
+    return f"background:rgb({red:.0f},{green:.0f},{blue:.0f});color:{text}"
 
 
 def _shown(piece: str) -> str:
@@ -87,13 +78,10 @@ def _tokens(view: View) -> str:
     spans = []
     for position, (piece, loss) in enumerate(zip(view.targets, view.losses_T, strict=True)):
         text = html.escape(piece.replace("\u2581", " ").replace("\n", "\u21b5\n"))
-        if np.isnan(loss):
-            spans.append(f"<span title='no target'>{text}</span>")
-        else:
-            spans.append(
-                f"<span style='{_blue(loss / 10)}' title='{loss:.2f} nats; "
-                f"most likely: {_likely(view.top_tokens_LxT[-1][position])}'>{text}</span>"
-            )
+        likely = _likely(view.top_tokens_LxT[-1][position])
+        look = f"style='{_blue(loss / 10)}' title='{loss:.2f} nats; most likely: {likely}'"
+        look = "title='no target'" if np.isnan(loss) else look
+        spans.append(f"<span {look}>{text}</span>")
     return "".join(spans)
 
 
@@ -104,13 +92,10 @@ def _lens(view: View) -> str:
         cells = []
         for position, top in enumerate(view.top_tokens_LxT[layer]):
             piece, p = top[0]
-            text = _shown(piece)
-            text = f"<b>{text}</b>" if piece == view.targets[position] else text
+            text = f"<b>{_shown(piece)}</b>" if piece == view.targets[position] else _shown(piece)
             cells.append(f"<td class=cell style='{_blue(p)}' title='{_likely(top)}'>{text}</td>")
-        rows.append(
-            f"<tr><td>layer {layer} <span class=note>{view.lens_L[layer]:.2f} nats</span></td>"
-            f"{''.join(cells)}</tr>"
-        )
+        loss = f"<span class=note>{view.lens_L[layer]:.2f} nats</span>"
+        rows.append(f"<tr><td>layer {layer} {loss}</td>{''.join(cells)}</tr>")
     targets = "".join(f"<td class=cell>{_shown(piece)}</td>" for piece in view.targets)
     return (
         f"<div class=wide><table><thead><tr><th>input</th>{head}</tr></thead><tbody>{''.join(rows)}"
@@ -141,13 +126,11 @@ def _numbers(attention: Map) -> list[str]:
         values_LxN = attention.numbers[statistic]
         low, high = float(values_LxN.min()), float(values_LxN.max())
         head = "".join(f"<th>head {n}</th>" for n in range(values_LxN.shape[1]))
-        rows = ""
-        for layer, row in zip(attention.layers, values_LxN, strict=True):
-            rows += f"<tr><td>layer {layer}</td>"
-            for x in row:
-                style = _blue((x - low) / max(high - low, 1e-9) * 0.9)
-                rows += f"<td class=cell style='{style}'>{x:.2f}</td>"
-            rows += "</tr>"
+        rows, shares_LxN = "", (values_LxN - low) / max(high - low, 1e-9) * 0.9
+        for layer, row, shares in zip(attention.layers, values_LxN, shares_LxN, strict=True):
+            cells = [(f"{x:.2f}", _blue(share)) for x, share in zip(row, shares, strict=True)]
+            cells = "".join(f"<td class=cell style='{look}'>{x}</td>" for x, look in cells)
+            rows += f"<tr><td>layer {layer}</td>{cells}</tr>"
         parts.append(
             f"<div><p class=about>{label.capitalize()}</p><div class=wide><table>"
             f"<thead><tr><th></th>{head}</tr></thead><tbody>{rows}</tbody></table></div></div>"
@@ -160,13 +143,10 @@ def _profiles(view: View) -> list[str]:
     layers = sorted({layer for sizes in view.sizes.values() for layer in sizes["layer"]})
     line = {"linewidth": 1.5, "markersize": 4.5}
     for size, label in SIZES.items():
-        figure, axes = new_figure(3.2)
+        figure, axes = new_figure(3.2, xlabel="layer", ylabel=label, xticks=layers)
         for name, sizes in view.sizes.items():
             look = line | styles_of[name]
             axes.plot(sizes["layer"], sizes[size], label=name.replace("_", "-"), **look)
-        axes.set_xlabel("layer")
-        axes.set_ylabel(label)
-        axes.set_xticks(layers)
         axes.set_ylim(bottom=0)
         axes.legend(frameon=False, fontsize=8)
         parts.append(figure_html(figure, f"{label} by layer"))

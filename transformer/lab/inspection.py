@@ -76,9 +76,8 @@ def observe_text(trained: LoadedRun, mesh: Mesh, text: str, target: str = "") ->
     subject = Subject(config, None, "test", mesh)
 
     def observe(params, batch):
-        (h_BxTxE, head), watched, batch = subject.watch(
-            params, batch, "maps", "heads", "sizes", "streams"
-        )
+        names = ("maps", "heads", "sizes", "streams")
+        (h_BxTxE, head), watched, batch = subject.watch(params, batch, *names)
         lens = []
         for h, layer_head in streams(subject, params, watched["streams"]):
             logits_BxTxV = layer_head(h)
@@ -147,11 +146,8 @@ def _maps(subject: Subject, watched: dict, tokens_of: dict[str, list[str]]) -> l
     for name, (path, index) in where(config, weights).items():
         side, layer, sublayer = split_layer_path(name)
         statistics_path, statistics_index = statistics_at[name.removesuffix("weights") + "heads"]
-        of_layer = {
-            statistic: part(values, statistics_index)
-            for statistic, values in statistics[statistics_path][0].items()
-            if statistic != "repeated"
-        }
+        numbers = statistics[statistics_path][0].items()
+        of_layer = {key: part(x, statistics_index) for key, x in numbers if key != "repeated"}
         layers = by_sublayer.setdefault((side, sublayer.removesuffix("/weights")), {})
         layers[layer] = part(weights[path][0], index)[0], of_layer
     maps, rank = [], lambda key: (key[0] != "encoder", key[1] == "cross_attention")
@@ -159,15 +155,13 @@ def _maps(subject: Subject, watched: dict, tokens_of: dict[str, list[str]]) -> l
         layers = dict(sorted(by_sublayer[side, sublayer].items()))
         weights_L, statistics_L = zip(*layers.values(), strict=True)
         stacked = {name: np.stack([x[name] for x in statistics_L]) for name in statistics_L[0]}
-        queries = tokens_of[side]
-        keys = tokens_of["encoder"] if sublayer == "cross_attention" else queries
-        name = f"{side} {sublayer}"
-        maps.append(Map(name, list(layers), np.stack(weights_L), queries, keys, stacked))
+        tokens = tokens_of[side], tokens_of["encoder" if sublayer == "cross_attention" else side]
+        weights_LxNxTxS = np.stack(weights_L)
+        maps.append(Map(f"{side} {sublayer}", list(layers), weights_LxNxTxS, *tokens, stacked))
     return maps
 
 
 def _sizes(subject: Subject, sizes: dict) -> dict[str, dict[str, list[float]]]:
-    """Returns the sizes of the residual stream and of each branch, by sublayer and layer."""
     flat, by_sublayer = flatten(sizes), {}
     places = where(subject.config.model, flat)
     for name in sorted(places, key=split_layer_path):

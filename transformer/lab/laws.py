@@ -104,10 +104,8 @@ def fit_projected(N, D, L, weights=None, start: Law | None = None, floor: float 
         moved = np.clip(powers + step, *EXPONENTS)
         then, change = linear(*moved.T), np.abs(moved - powers).max()
         better = then[-1] <= squares
-        now = tuple(
-            np.where(better.reshape(-1, *[1] * (a.ndim - 1)), b, a)
-            for a, b in zip(now, then, strict=True)
-        )
+        for old, new in zip(now, then, strict=True):
+            old[better] = new[better]
         powers = np.where(better[:, None], moved, powers)
         damping = np.where(better, damping / 9, damping * 9)
         if change < (1e-12 if len(powers) == 1 else 1e-6):
@@ -169,9 +167,8 @@ def problem(law: Law, N, D) -> str:
     ends = [x for x in ("alpha", "beta") if np.isclose(getattr(law, x), EXPONENTS).any()]
     ends += [x for x, nats in terms.items() if nats.min() < 10 * LEAST] + ["E"] * (law.E <= FLOOR)
     if ends:
-        return (
-            f"the fit ended at a bound ({', '.join(f'{x} = {getattr(law, x):.3g}' for x in ends)})"
-        )
+        values = ", ".join(f"{x} = {getattr(law, x):.3g}" for x in ends)
+        return f"the fit ended at a bound ({values})"
     a, b = terms.values()
     J = np.stack([law.E + 0 * N, a, b, a * np.log(N), b * np.log(D)], 1) / law.loss(N, D)[:, None]
     number = np.linalg.cond(J / np.linalg.norm(J, axis=0))

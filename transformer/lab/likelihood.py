@@ -53,8 +53,7 @@ def profile(scaling: Scaling, arm: str, C: float) -> Estimate:
 
 
 def _whitening(r_RxAxP):
-    """Returns a function of residuals [arms, runs, points] that makes them independent, of
-    variance 1."""
+    """Returns a function that makes residuals [arms, runs, points] independent, of variance 1."""
     mean, (runs, arms, points) = r_RxAxP.mean(2), r_RxAxP.shape
     rest, tiny = r_RxAxP - mean[..., None], 1e-18 * np.eye(arms)
     factor = lambda products, count: np.linalg.inv(np.linalg.cholesky(products / count + tiny))

@@ -130,9 +130,7 @@ def _fit(x: Points, losses, **options) -> Law:
     return fit_projected(x.N.ravel(), x.D.ravel(), losses, **options)
 
 
-def fit_all(
-    arms: Mapping[str, Points], baseline: str, replicas: int = 1000, seed: int = 0
-) -> Scaling:
+def fit_all(arms: Mapping[str, Points], baseline: str, replicas=1000, seed=0) -> Scaling:
     """Fits the law of each arm, and of `replicas` resampled studies."""
     laws, why_not = {}, {}
     for name, x in arms.items():

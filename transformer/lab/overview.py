@@ -4,6 +4,8 @@ import math
 import shutil
 import time
 
+import numpy as np
+
 from transformer.lab.study import Status, Study
 from transformer.output import columns, human_time, listed
 
@@ -89,21 +91,17 @@ class Table:
         return self._study.configs[name.partition("/")[0]].train.steps
 
     def _work(self, name: str) -> float:
-        """Returns the floating-point operations of a run's training."""
         return self._study.facts[name.partition("/")[0]].flops_per_step * self._steps(name)
 
     def _summary(self, statuses: dict[str, Status]) -> str:
         """Returns the number of finished runs, and the remaining time at the present speed."""
-        done = 0.0
-        for name, status in statuses.items():
-            share = 1.0 if status.is_finished else min(status.step / self._steps(name), 1.0)
-            done += share * self._work(name)
-        done /= sum(map(self._work, statuses))
+        share = lambda x, steps: 1.0 if x.is_finished else min(x.step / steps, 1.0)
+        shares = [share(status, self._steps(name)) for name, status in statuses.items()]
+        done = float(np.average(shares, weights=list(map(self._work, statuses))))
         self._first = done if self._first is None else self._first
         spent, progress = time.monotonic() - self._began, done - self._first
-        remaining = ""
-        if progress > 0.02 and done < 1:
-            remaining = f", {human_time(spent / progress * (1 - done))} left"
+        known = progress > 0.02 and done < 1
+        remaining = f", {human_time(spent / progress * (1 - done))} left" if known else ""
         over = sum(status.is_finished for status in statuses.values())
         return (
             f"{over} of {len(statuses)} runs finished (values: {self._study.sweep.metric}, "

@@ -11,7 +11,6 @@ from matplotlib.figure import Figure
 
 STYLE, SCRIPT = (Path(__file__).with_name(f"report.{kind}").read_text() for kind in ("css", "js"))
 
-
 Table = Sequence[Sequence[str]]
 
 
@@ -47,15 +46,11 @@ class Section:
             more = f"<details><summary>numbers</summary>{table}</details>" * bool(table)
             pictures.append(figure_html(drawn, f"Figure {n}. {caption}", links, more))
         lines = "".join(f"<li>{escape(line)}</li>" for line in self.lines)
-        body = "\n".join(
-            [
-                f"<div class=figures>{''.join(pictures)}</div>" * bool(pictures),
-                f"<ul>{lines}</ul>" * bool(lines),
-                *map(table_html, self.tables),
-                f"<p class=note>{escape(self.note)}</p>" * bool(self.note),
-                f"<pre>{escape(self.code)}</pre>" * bool(self.code),
-            ]
-        )
+        drawings = f"<div class=figures>{''.join(pictures)}</div>" * bool(pictures)
+        note = f"<p class=note>{escape(self.note)}</p>" * bool(self.note)
+        code = f"<pre>{escape(self.code)}</pre>" * bool(self.code)
+        tables = map(table_html, self.tables)
+        body = "\n".join([drawings, f"<ul>{lines}</ul>" * bool(lines), *tables, note, code])
         if self.folded:
             return f"<details><summary>{escape(self.title)}</summary>{body}</details>"
         title = f"<h2>{escape(self.title)}</h2>" * bool(self.title)
@@ -68,13 +63,11 @@ class Section:
         for n, (name, (caption, _)) in enumerate(self.figures.items(), number):
             lines += [f"![Figure {n}](figures/{name}.png)", "", f"Figure {n}. {caption}", ""]
             lines += [*_rows(self.numbers[name]), ""] if name in self.numbers else []
-        for table in self.tables:
-            lines += [*_rows(table), ""]
+        lines += [line for table in self.tables for line in (*_rows(table), "")]
         return [*lines, self.note, "", *(["```", self.code, "```", ""] if self.code else [])]
 
 
 def _rows(table: Table) -> list[str]:
-    """Returns the lines of a table in Markdown."""
     head, *rows = table
     cell = lambda text: text.replace("|", "\\|")
     rule = ["---", *["---:"] * (len(head) - 1)]

@@ -36,33 +36,19 @@ WHEN = {"first": "before the first step", "last": "at the end"}
 
 # fmt: off
 PROFILES = {
-    "loss_by_position": (
-        "Test loss by position in the sequence", r"test/loss_by_position/(\d+)",
-        "preceding tokens", NATS, "last", "",
-    ),
-    "extrapolation": (
-        "Test loss in longer, non-overlapping sequences", r"test/extrapolation/(\d+)",
-        TOKENS, NATS, "last", "x",
-    ),
-    "extrapolation_sliding": (
-        "Test loss of the last tokens of longer sequences", r"test/extrapolation_sliding/(\d+)",
-        TOKENS, NATS, "last", "x",
-    ),
-    "context": (
-        "Mean number of preceding tokens in longer sequences", r"test/context/(\d+)",
-        TOKENS, "preceding tokens", "last", "xy",
-    ),
-    "probe": (
-        "Exact-match accuracy by task length", r"test/probe/exact/(\d+)",
-        "task length", "exact-match accuracy", "last", "x",
-    ),
-    "logit_lens": (
-        "Logit-lens loss by layer", r"test/lens/loss/(\d+)", "layer", NATS, "last", "",
-    ),
-    "bleu_by_length": (
-        "BLEU by source length", r"test/bleu_by_length/(\d+)",
-        "minimum number of source words", "BLEU", "last", "",
-    ),
+    "loss_by_position": ("Test loss by position in the sequence",
+        r"test/loss_by_position/(\d+)", "preceding tokens", NATS, "last", ""),
+    "extrapolation": ("Test loss in longer, non-overlapping sequences",
+        r"test/extrapolation/(\d+)", TOKENS, NATS, "last", "x"),
+    "extrapolation_sliding": ("Test loss of the last tokens of longer sequences",
+        r"test/extrapolation_sliding/(\d+)", TOKENS, NATS, "last", "x"),
+    "context": ("Mean number of preceding tokens in longer sequences",
+        r"test/context/(\d+)", TOKENS, "preceding tokens", "last", "xy"),
+    "probe": ("Exact-match accuracy by task length",
+        r"test/probe/exact/(\d+)", "task length", "exact-match accuracy", "last", "x"),
+    "logit_lens": ("Logit-lens loss by layer", r"test/lens/loss/(\d+)", "layer", NATS, "last", ""),
+    "bleu_by_length": ("BLEU by source length",
+        r"test/bleu_by_length/(\d+)", "minimum number of source words", "BLEU", "last", ""),
 } | {
     f"{metric}_of_heads_{side}_{when}": (
         f"{label}, mean over heads, by layer, {side} self-attention, {time}",
@@ -106,11 +92,8 @@ def profiles(results: Results) -> list[Profile]:
     """
     result, declared = [], [item for cls in EVALUATORS.values() for item in cls.profiles.items()]
     for name, (caption, pattern, x_label, y_label, when, log) in [*PROFILES.items(), *declared]:
-        lines = {
-            arm.name: line
-            for arm in results.arms.values()
-            if (line := _line(arm, re.compile(pattern), when))
-        }
+        lines = {arm.name: _line(arm, re.compile(pattern), when) for arm in results.arms.values()}
+        lines = {name: line for name, line in lines.items() if line}
         coverage = measured_text(results, pattern)
         caption += f" ({coverage})" if coverage else ""
         found = (measures(run.config.train.evaluators, pattern) for run in results.runs)
@@ -142,12 +125,9 @@ def _line(arm: Arm, pattern: re.Pattern, when: str) -> dict[int, Mean]:
     for key in sorted({key for run in runs for key in run.names}):
         if match := pattern.fullmatch(key):
             places.setdefault(int(match.group(1)), []).append(key)
-    mean_of = lambda run, keys: float(np.mean([value_of(run, key) for key in keys]))
-    line = {
-        place: mean(
-            [x for run in runs if math.isfinite(x := mean_of(run, places[place]))],
-            bounds(places[place][0]),
-        )
-        for place in sorted(places)
-    }
-    return {place: value for place, value in line.items() if value.count}
+    line = {}
+    for place, keys in sorted(places.items()):
+        values = [float(np.mean([value_of(run, key) for key in keys])) for run in runs]
+        if finite := [x for x in values if math.isfinite(x)]:
+            line[place] = mean(finite, bounds(keys[0]))
+    return line

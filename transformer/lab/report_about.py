@@ -16,25 +16,19 @@ def about(results: Results) -> list[str]:
     sweep, runs = results.sweep, results.runs
     fields = [field for field in sweep.fields if field != "arm"]
     lines = [f"Varied: {', '.join(fields)}." if fields else "Individual runs are compared."]
-    same_seeds = all(set(arm.runs) == set(sweep.seeds) for arm in results.arms.values())
     paired = "some arms lack seeds, so each comparison uses the seeds that both arms have"
-    if same_seeds:
+    if all(set(arm.runs) == set(sweep.seeds) for arm in results.arms.values()):
         paired = "all arms have the same seeds"
         if len({str(_reads(run)) for run in runs}) == 1:
             paired += ", and therefore the same text in the same order"
-    sizes = f"{count(len(results.arms), 'arm')}, {count(len(runs), 'run')}"
-    if len(sweep.seeds) > 1:
-        lines.append(f"{sizes}, seeds {', '.join(map(str, sweep.seeds))}; {paired}.")
-    else:
-        unknown = "the variation between seeds is unknown, so there are no intervals"
-        lines.append(f"{sizes} of one seed: {unknown}.")
-    metric = [sweep.metric, unit(sweep.metric, results.predicts_tokens)]
-    if part := measured_text(results, sweep.metric):
-        metric.append(f"on {part}")
-    lines.append(
-        f"Primary metric: {', '.join(filter(None, metric))}; "
-        f"{'higher' if sweep.higher_is_better else 'lower'} is better."
-    )
+    seeds = f", seeds {', '.join(map(str, sweep.seeds))}; {paired}."
+    if len(sweep.seeds) < 2:
+        seeds = " of one seed: the variation between seeds is unknown, so there are no intervals."
+    lines.append(f"{count(len(results.arms), 'arm')}, {count(len(runs), 'run')}{seeds}")
+    part, better = measured_text(results, sweep.metric), sweep.higher_is_better
+    metric = [sweep.metric, unit(sweep.metric, results.predicts_tokens), part and f"on {part}"]
+    metric_is = f"{', '.join(filter(None, metric))}; {'higher' if better else 'lower'}"
+    lines.append(f"Primary metric: {metric_is} is better.")
     lines += _texts(results)
     lines += [f"Declared difference in {name}: {why}." for name, why in sweep.declared.items()]
     lines += [f"Control arm {arm}: {reason}." for arm, reason in sweep.controls.items()]
@@ -45,7 +39,6 @@ def about(results: Results) -> list[str]:
 
 
 def _of_data(run: RunResult) -> Mapping:
-    """Returns what the run's manifest says about its data."""
     return run.manifest.get("data", {})
 
 
@@ -63,15 +56,12 @@ def _texts(results: Results) -> list[str]:
     excluded = {}
     for arm in results.arms.values():
         left_out = [x for run in arm.runs.values() if (x := run.tested.get("left_out"))]
-        excluded[arm.name] = _counts(left_out[0]) if left_out else "nothing"
+        counts = [event(number, text) for text, number in left_out[0].items()] if left_out else []
+        excluded[arm.name] = ", ".join(counts) or "nothing"
     if len(set(excluded.values())) > 1:
         by_arm = "; ".join(f"{name} ({counts})" for name, counts in excluded.items())
         lines.append(f"Excluded from the test text, by arm: {by_arm}.")
     return lines
-
-
-def _counts(counts: Mapping) -> str:
-    return ", ".join(event(number, text) for text, number in counts.items())
 
 
 def _reads(run: RunResult) -> tuple:
@@ -86,10 +76,9 @@ def provenance(results: Results) -> list[tuple[str, str]]:
     runs, study = results.runs, study_of(results)
     recorded = lambda key: sorted({str(run.manifest.get(key, "")) for run in runs} - {""})
     joined = lambda texts: ", ".join(sorted(texts))
-    pairs = []
-    if study and study.text:
-        digest = hashlib.sha256(study.text.encode()).hexdigest()[:16]
-        pairs.append(("experiment", f"{study.file}, sha256 {digest}"))
+    file, text = (study.file, study.text) if study else ("", "")
+    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+    pairs = [("experiment", f"{file}, sha256 {digest}")] if text else []
     code = ", ".join(f"transformer {version}" for version in recorded("transformer"))
     commits = ", ".join(x[:12] + "+" * x.endswith("+") for x in recorded("commit"))
     versions = [run.manifest.get("versions", {}).items() for run in runs]
@@ -111,7 +100,6 @@ def provenance(results: Results) -> list[tuple[str, str]]:
 
 def reproduction_commands(results: Results) -> str:
     """Returns the commands that reproduce the report."""
-    where = " ".join(map(str, results.folders))
     compare = ["python", "-m", "transformer", "compare", *map(str, results.folders)]
     sweep = (study := study_of(results)) and study.sweep
     if not sweep or sweep.metric != results.sweep.metric:
@@ -125,7 +113,7 @@ def reproduction_commands(results: Results) -> str:
         return shlex.join(compare)
     options = [f"--config={study.file}"] * bool(study.file)
     options += [f"--config.{key}={value}" for key, value in study.overrides.items()]
-    command = ["python", "-m", "transformer", "sweep", *options, f"--workdir={where}"]
+    command = ["python", "-m", "transformer", "sweep", *options, f"--workdir={results.folders[0]}"]
     return f"{shlex.join(command)}\n{shlex.join(compare)}"
 
 

@@ -10,7 +10,7 @@ from transformer.lab.figures import new_figure, styles
 from transformer.lab.laws import fit_huber, isoflop
 from transformer.lab.likelihood import profile
 from transformer.lab.multipliers import Estimate, Points, Scaling, fit_all, ranking
-from transformer.lab.page import Section
+from transformer.lab.page import Section, Table
 from transformer.lab.results import Results
 
 NOTE = (
@@ -24,8 +24,6 @@ CAPTION = (
     "budget by each arm's law. Hollow: the size that is held out of the fit."
 )
 
-Table = list[list[str]]
-
 
 def section(results: Results) -> Section:
     """Returns the section on a ladder, which is empty for other sweeps."""
@@ -37,9 +35,7 @@ def section(results: Results) -> Section:
     baseline = rungs[results.sweep.baseline]["arm"]
     scaling = fit_all({name: inside(x) for name, x in points.items()}, baseline)
     sentences = [f"{name} has no scaling law: {why}." for name, why in scaling.why_not.items()]
-    tables: list[Table] = []
-    if scaling.fits:
-        tables = [_laws(scaling), _predictions(scaling, points, held)]
+    tables = [_laws(scaling), _predictions(scaling, points, held)] if scaling.fits else []
     if baseline in scaling.fits and len(scaling.fits) > 1:
         # The largest budget of each size.
         x = points[baseline]
@@ -64,8 +60,7 @@ def section(results: Results) -> Section:
 
 def read_points(results: Results) -> tuple[dict[str, Points], dict[str, str]]:
     """Returns the points of each arm, and a reason for each run that is left out."""
-    rows: dict[str, list] = {}
-    missing = {}
+    rows, missing = {}, {}
     for name, rung in results.sweep.ladder.items():
         arm = results.arms[name]
         for seed, run in arm.runs.items():
@@ -110,9 +105,8 @@ def _multipliers(scaling: Scaling, arms: Sequence[str], budgets) -> Table:
     for arm in arms:
         for C, is_held in budgets:
             floors = ", ".join(f"{x:.2f}" for x in scaling.with_fixed_floor(arm, C))
-            name = f"{C:.2e}{' (extrapolated)' * is_held}"
             intervals = map(_spell, (scaling.multiplier(arm, C), profile(scaling, arm, C)))
-            rows.append([arm, name, *intervals, floors])
+            rows.append([arm, f"{C:.2e}{' (extrapolated)' * is_held}", *intervals, floors])
     return rows
 
 
@@ -138,14 +132,15 @@ def _predictions(scaling: Scaling, points: Mapping[str, Points], held) -> Table:
         for i, loss in enumerate(x.loss.mean(0) if x.runs else ()):
             N, D = x.N[0, i], x.D[0, i]
             law = scaling.predict(name, N, D, len(x.runs))
-            inside = "yes" if law.low <= loss <= law.high else "no"
-            numbers = (f"{N:,.0f}", f"{D:.2e}", _spell(law, 4), f"{loss:.4f}")
-            rows.append([name, *numbers, f"{loss / law.value - 1:+.2%}", inside])
+            inside, error = law.low <= loss <= law.high, f"{loss / law.value - 1:+.2%}"
+            numbers = (f"{N:,.0f}", f"{D:.2e}", _spell(law, 4), f"{loss:.4f}", error)
+            rows.append([name, *numbers, "yes" if inside else "no"])
     return rows
 
 
 def _figure(points: Mapping[str, Points], scaling: Scaling, held) -> Figure:
-    figure, axes = new_figure(3.5)
+    labels = {"xlabel": "training FLOPs", "ylabel": "validation loss"}
+    figure, axes = new_figure(3.5, xscale="log", **labels)
     for name, style in styles(list(points)).items():
         x, line = points[name], {key: style[key] for key in ("color", "linestyle")}
         for out, fill in ((False, style["color"]), (True, "none")):
@@ -156,8 +151,5 @@ def _figure(points: Mapping[str, Points], scaling: Scaling, held) -> Figure:
         fit = scaling.fits.get(name)
         loss, why = (fit.law.at(C, fit.cost), "") if fit else (C * np.nan, " (no law)")
         axes.plot(C, loss, label=name + why, **line)
-    axes.set_xscale("log")
-    axes.set_xlabel("training FLOPs")
-    axes.set_ylabel("validation loss")
     axes.legend(frameon=False, fontsize=8)
     return figure

@@ -20,8 +20,7 @@ def outcome(verdict: Verdict) -> list[list[str]]:
     """Returns the table of results by arm."""
     sweep, rows = verdict.results.sweep, []
     for name, row in verdict.rows.items():
-        versus, arm = row.to_baseline, row.arm
-        difference = ["-", "-", "-"]
+        versus, arm, difference = row.to_baseline, row.arm, ["-", "-", "-"]
         if versus is not None and versus.mean.count > 1:
             low, high = (signed(x, versus.mean.half) for x in (versus.mean.low, versus.mean.high))
             p = p_value(versus.p).removeprefix("p ").removeprefix("= ")
@@ -45,11 +44,11 @@ def outcome(verdict: Verdict) -> list[list[str]]:
 def cost(verdict: Verdict, with_speed: bool) -> list[list[str]]:
     """Returns the table of costs by arm."""
     speeds, rows = speed(verdict), []
+    or_dash = lambda x, text: "-" if not x or math.isnan(x) else text(x)
     for (name, row), (_, tokens) in zip(verdict.rows.items(), speeds[1:], strict=True):
         arm = row.arm
         used = [run.manifest.get("attention_backends", {}) for run in arm.runs.values()]
         attention = " + ".join(sorted(set().union(*used))) or "-"
-        or_dash = lambda x, text: "-" if not x or math.isnan(x) else text(x)
         sizes = [or_dash(arm.parameters, "{:,}".format), or_dash(arm.flops, human_count)]
         memory = or_dash(row.memory, format_bytes)
         rows.append([name, *sizes, *([tokens] * with_speed), memory, attention])
@@ -73,13 +72,11 @@ def measured(verdict: Verdict) -> list[list[str]]:
     names = {name for run in verdict.results.runs for name in run.names}
     is_profile = re.compile(r"/\d+(/|$)|/sentences").search
     names = sorted(x for x in names if x.startswith("test/") and x != decides and not is_profile(x))
-    head = ["arm"]
-    for metric in names:
-        part = measured_text(verdict.results, metric)
-        head.append(f"{metric} ({part})" if part else metric)
+    parts = [measured_text(verdict.results, metric) for metric in names]
+    head = [x + f" ({part})" * bool(part) for x, part in zip(names, parts, strict=True)]
     spelled = lambda arm, metric: spell(mean(list(arm.values(metric).values()), bounds(metric)))
     rows = [[name, *(spelled(arm, metric) for metric in names)] for name, arm in arms.items()]
-    return [head, *rows] if names else []
+    return [["arm", *head], *rows] if names else []
 
 
 SIZED = {"parameters": "model.d_ff", "flops": "model.d_ff", "time": "train.steps"}
@@ -124,10 +121,8 @@ def of_profile(profile: Profile) -> list[list[str]]:
     places = profile.places
     if len(places) > PLACES:
         places = [places[round(n * (len(places) - 1) / (PLACES - 1))] for n in range(PLACES)]
-    rows = [
-        [name, *(spell(line[place]) if place in line else "-" for place in places)]
-        for name, line in profile.lines.items()
-    ]
+    cells = lambda line: [spell(line[place]) if place in line else "-" for place in places]
+    rows = [[name, *cells(line)] for name, line in profile.lines.items()]
     return [[f"arm, by {profile.x_label}", *map(str, places)], *rows]
 
 
@@ -137,7 +132,6 @@ SCANNED = (
     "the loss of uniform predictions; its loss then counts as log V. Each range is contiguous and "
     "contains the best value."
 )
-
 
 LOGIC = (
     "The verdict compares each arm with the baseline, paired by seed, and with no other arm. A "
@@ -182,7 +176,6 @@ def as_csv(verdict: Verdict) -> dict[str, list[list]]:
 
 
 def _summary(verdict: Verdict) -> list[list]:
-    """Returns the summary with one row per arm, in full precision."""
     compared = ["difference", "difference_low", "difference_high", "p_corrected"]
     head = ["arm", "mean", "low", "high", "seeds", "diverged", *compared]
     rows = [[*head, "parameters", "flops_per_token"]]
@@ -196,5 +189,4 @@ def _summary(verdict: Verdict) -> list[list]:
 
 
 def _blank(x):
-    """Returns the value, or an empty cell for NaN."""
     return "" if isinstance(x, float) and math.isnan(x) else x

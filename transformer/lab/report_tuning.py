@@ -42,26 +42,17 @@ class Tuning:
         """What tuning changes, and which optima are uncertain."""
         lines = []
         if self.untuned is not None:
-            outcomes = lambda verdict: {arm: row.outcome for arm, row in verdict.rows.items()}
-            before, after = map(outcomes, (self.untuned, self.tuned))
-            changed = [
-                f"{arm} ({before[arm]} without, {after[arm]} with tuning)"
-                for arm in after
-                if before[arm] != after[arm]
-            ]
-            base = self.tuned.results.sweep.baseline
-            lines.append(
-                f"Tuning changes the comparison with {base} for {', '.join(changed)}."
-                if changed
-                else f"Tuning does not change which arms differ detectably from {base}."
-            )
-        for curve in self.curves:
-            if not curve.bracketed:
-                edge = "smallest" if curve.best == curve.tried[0] else "largest"
-                lines.append(
-                    f"The best {curve.number.name} of {curve.arm} is not bracketed: "
-                    f"{curve.best:g} is the {edge} value tried."
-                )
+            changed, base = [], self.tuned.results.sweep.baseline
+            for arm, row in self.tuned.rows.items():
+                if (before := self.untuned.rows[arm].outcome) != row.outcome:
+                    changed.append(f"{arm} ({before} without, {row.outcome} with tuning)")
+            line = f"Tuning changes the comparison with {base} for {', '.join(changed)}."
+            same = f"Tuning does not change which arms differ detectably from {base}."
+            lines.append(line if changed else same)
+        for curve in (curve for curve in self.curves if not curve.bracketed):
+            edge = "smallest" if curve.best == curve.tried[0] else "largest"
+            found = f"The best {curve.number.name} of {curve.arm} is not bracketed"
+            lines.append(f"{found}: {curve.best:g} is the {edge} value tried.")
         return lines
 
     def section(self) -> Section:
@@ -78,17 +69,13 @@ class Tuning:
 
     def both(self) -> list[list[str]]:
         """Returns a table of the results at the settings of the file and tuned."""
-        base = self.tuned.results.sweep.baseline
-        versus = f"from {base}"
-        head = ["arm", "untuned", versus, "tuned", versus, "gain of tuning"]
-        rows = []
-        for arm in self.tuned.rows:
-            cells = [arm]
-            for verdict in (self.untuned, self.tuned):
-                row = verdict.rows[arm]
-                cells += [spell(row.value), _difference(row.to_baseline)]
-            rows.append([*cells, _difference(self.gain(arm))])
-        return [head, *rows]
+        versus = f"from {self.tuned.results.sweep.baseline}"
+        rows = [["arm", "untuned", versus, "tuned", versus, "gain of tuning"]]
+        cells = lambda row: [spell(row.value), _difference(row.to_baseline)]
+        for arm, row in self.tuned.rows.items():
+            before, gain = cells(self.untuned.rows[arm]), _difference(self.gain(arm))
+            rows.append([arm, *before, *cells(row), gain])
+        return rows
 
     def shifts(self) -> list[list[list[str]]]:
         """Returns a table of slopes of log2(optimum) against log2(size), if a size varies.
@@ -149,12 +136,11 @@ class Tuning:
 
 
 def _optimum(curve: Curve) -> str:
-    low, high = curve.interval()
-    interval = f" [{low:g}, {high:g}]" if math.isfinite(low) else ""
     if not curve.bracketed:
         return f"{curve.optimum:g} (not bracketed)"
-    if math.isinf(low):
-        interval = " (not identified)"
+    low, high = curve.interval()
+    interval = f" [{low:g}, {high:g}]" if math.isfinite(low) else ""
+    interval = " (not identified)" if math.isinf(low) else interval
     cost = "" if math.isnan(curve.flatness) else f", {number(curve.flatness)}"
     return f"{curve.optimum:g}{interval}{cost}"
 
@@ -167,8 +153,8 @@ def _difference(versus: Difference | None) -> str:
 
 
 def _draw(curves: Sequence[Curve], style: Style) -> Figure:
-    figure, axes = new_figure(3.5)
     number = curves[0].number
+    figure, axes = new_figure(3.5, xlabel=number.field, ylabel=METRIC)
     for curve in curves:
         look, fit, x = style[curve.arm], curve.parabola, number.x
         runs = [(x(v), y) for v in curve.tried for y in curve.losses[v].values() if y < math.inf]
@@ -184,11 +170,8 @@ def _draw(curves: Sequence[Curve], style: Style) -> Figure:
         axes.plot(interval, [height] * len(interval), color=look["color"], linewidth=2.5, alpha=0.5)
         large = {"markersize": 8, "markeredgecolor": "black", "label": curve.arm}
         axes.plot(x(curve.optimum), height, **mark, **large)
-    ticks = sorted(
-        {*number.grid, *(v for curve in curves for v in (curve.tried[0], curve.tried[-1]))}
-    )
+    ends = {v for curve in curves for v in (curve.tried[0], curve.tried[-1])}
+    ticks = sorted({*number.grid, *ends})
     axes.set_xticks([number.x(v) for v in ticks], [f"{v:g}" for v in ticks])
-    axes.set_xlabel(number.field)
-    axes.set_ylabel(METRIC)
     add_legend(figure, axes)
     return figure

@@ -95,13 +95,11 @@ class RunResult:
     def spent(self) -> list[tuple[int, float, float]]:
         """Returns cumulative (step, tokens, seconds). Runs trained together share the time."""
         totals, tokens, seconds = [(0, 0.0, 0.0)], 0.0, 0.0
-        for line in self.lines:
-            if "train/tokens" in line:
-                tokens += line["train/tokens"]
-                speed = line.get("time/tokens_per_second", 0.0)
-                together = line.get("time/together", 1)
-                seconds += line["train/tokens"] / speed / together if speed else 0.0
-                totals.append((line["step"], tokens, seconds))
+        for line in [line for line in self.lines if "train/tokens" in line]:
+            tokens += line["train/tokens"]
+            speed = line.get("time/tokens_per_second", 0.0) * line.get("time/together", 1)
+            seconds += line["train/tokens"] / speed if speed else 0.0
+            totals.append((line["step"], tokens, seconds))
         return totals
 
 
@@ -124,11 +122,9 @@ class Arm:
 
     def values(self, metric: str) -> dict[int, float]:
         """Returns seed -> final value, for finished runs that did not diverge."""
-        return {
-            seed: value
-            for seed, run in self.runs.items()
-            if run.diverged is None and math.isfinite(value := run.outcome(metric))
-        }
+        ended = {seed: run for seed, run in self.runs.items() if run.diverged is None}
+        values = {seed: run.outcome(metric) for seed, run in ended.items()}
+        return {seed: value for seed, value in values.items() if math.isfinite(value)}
 
     @property
     def diverged(self) -> dict[int, int]:
@@ -164,10 +160,7 @@ class Results:
 
 
 def read(
-    folders: Sequence[Path],
-    metric: str = "",
-    baseline: str = "",
-    higher_is_better: bool | None = None,
+    folders: Sequence[Path], metric="", baseline="", higher_is_better: bool | None = None
 ) -> Results:
     """Returns the results of a sweep directory, or of several run directories.
 
@@ -223,26 +216,30 @@ def _of_runs(folders: Sequence[Path]) -> tuple[Sweep, dict[str, Arm], list[str]]
     for folder in folders:
         if not folder.is_dir():
             raise UserError(f"compare: no directory {folder}")
-        if run := load_run(folder, left_out, str(folder), required=True):
+        if not (folder / "config.json").exists():
+            runs = sorted(str(file.parent) for file in folder.glob("*/config.json"))
+            names = " ".join(runs[:3]) + " ..." * (len(runs) > 3)
+            hint = f"; pass the runs in it: {names}" if runs else ""
+            missing = "(no config.json) and no sweep (no sweep.json)"
+            raise UserError(f"compare: no run in {folder} {missing}{hint}")
+        if run := load_run(folder, left_out, str(folder)):
             settings = to_mapping(dataclasses.replace(run.config, seed=0))
             groups.setdefault(json.dumps(settings, sort_keys=True), []).append(run)
     if not groups:
         raise UserError(f"compare: nothing to compare: {'; '.join(left_out)}")
-    names, arms = [], {}
+    arms, base = {}, flatten_fields(to_mapping(next(iter(groups.values()))[0].config))
     for runs in groups.values():
         name = _name(runs[0].folder.resolve())
-        names.append(name if name not in names else f"{name}-{len(names)}")
-    base = flatten_fields(to_mapping(next(iter(groups.values()))[0].config))
-    for name, runs in zip(names, groups.values(), strict=True):
-        fields = flatten_fields(to_mapping(runs[0].config))
-        changes = {k: v for k, v in fields.items() if base.get(k) != v and k != "seed"}
+        name = name if name not in arms else f"{name}-{len(arms)}"
+        fields = flatten_fields(to_mapping(runs[0].config)).items()
+        changes = {k: v for k, v in fields if base.get(k) != v and k != "seed"}
         by_seed = {run.seed: run for run in runs}
         if len(by_seed) < len(runs):
             left_out.append(f"{name}: several runs have the same seed; only the last is used")
         arms[name] = Arm(name, changes, by_seed, parameters=runs[0].manifest.get("parameters", 0))
-    seeds = tuple(sorted({seed for arm in arms.values() for seed in arm.runs}))
+    seeds = sorted({seed for arm in arms.values() for seed in arm.runs})
     grid = Grid(tuple(Point(name, {"arm": name}) for name in arms))
-    return Sweep(grid, seeds=seeds), arms, left_out
+    return Sweep(grid, seeds=tuple(seeds)), arms, left_out
 
 
 def _name(folder: Path) -> str:
@@ -252,23 +249,14 @@ def _name(folder: Path) -> str:
     return f"{name}_" if name in RESERVED else name
 
 
-def load_run(
-    folder: Path, left_out: list[str], name: str, required: bool = False
-) -> RunResult | None:
+def load_run(folder: Path, left_out: list[str], name: str) -> RunResult | None:
     """Reads a run. If it cannot be read, adds the reason to `left_out` and returns None."""
     if not (folder / "config.json").exists():
-        if required:
-            runs = sorted(str(file.parent) for file in folder.glob("*/config.json"))
-            names = " ".join(runs[:3]) + " ..." * (len(runs) > 3)
-            hint = f"; pass the runs in it: {names}" if runs else ""
-            missing = "(no config.json) and no sweep (no sweep.json)"
-            raise UserError(f"compare: no run in {folder} {missing}{hint}")
         left_out.append(f"{name}: not started")
         return None
-    test_file = folder / "test.json"
     try:
         config, manifest = load_config(folder), read_manifest(folder)
-        tested = read_json(test_file) if test_file.exists() else {}
+        tested = read_json(file) if (file := folder / "test.json").exists() else {}
         parsed = parse_metrics(folder)
     except UserError as e:
         left_out.append(f"{name}: {e}")
@@ -291,13 +279,11 @@ def _comparable(arms: dict[str, Arm], sweep: Sweep) -> tuple[dict[str, Arm], lis
     first = next(run for arm in (arms[sweep.baseline], *arms.values()) for run in arm.runs.values())
     comparable, left_out = {}, []
     for name, arm in arms.items():
-        runs = {}
-        for seed, run in arm.runs.items():
-            # A damaged manifest may contain NaN, which differs from itself.
-            if run is not first and (reason := _why_not(run, first, sweep)):
-                left_out.append(f"{name}, seed {seed}: {reason}, and cannot be compared")
-            else:
-                runs[seed] = run
+        # A damaged manifest may contain NaN, which differs from itself.
+        others = {seed: run for seed, run in arm.runs.items() if run is not first}
+        why = {seed: x for seed, run in others.items() if (x := _why_not(run, first, sweep))}
+        left_out += [f"{name}, seed {n}: {x}, and cannot be compared" for n, x in why.items()]
+        runs = {seed: run for seed, run in arm.runs.items() if seed not in why}
         comparable[name] = dataclasses.replace(arm, runs=runs)
     return comparable, left_out
 
@@ -311,10 +297,8 @@ def _why_not(run: RunResult, first: RunResult, sweep: Sweep) -> str | None:
         return f"was {measured} on a different text from {first.folder}"
     in_tokens = of_tokens(sweep.metric, first.config.objective.predicts_tokens)
     if in_tokens and "tokenizer" not in sweep.declared and not same("tokenizer_sha256"):
-        return (
-            f"has a different tokenizer from {first.folder}, and {sweep.metric} depends on it "
-            "(test/bits_per_byte does not)"
-        )
+        why = f"and {sweep.metric} depends on it (test/bits_per_byte does not)"
+        return f"has a different tokenizer from {first.folder}, {why}"
     if "data" not in allowed and not same("objective"):
         value, reference = (data(x, "objective") for x in (run, first))
         return f"has a different objective ({value}) from {first.folder} ({reference})"

@@ -54,12 +54,7 @@ def _unfinished(runs: Sequence[PlannedRun]) -> list[PlannedRun]:
 
 
 def run_study(
-    study: Study,
-    *,
-    jobs: int,
-    shard: tuple[int, int],
-    max_group: int,
-    host: tuple[int, int] = (0, 1),
+    study: Study, *, jobs: int, shard: tuple[int, int], max_group: int, host=(0, 1)
 ) -> int:
     """Runs the unfinished runs of a study, in up to `jobs` processes at a time.
 
@@ -87,8 +82,7 @@ def run_study(
             for child in list(working):
                 if stopped():
                     child.stop()
-                code = child.process.poll()
-                if code is not None:
+                if (code := child.process.poll()) is not None:
                     working.remove(child)
                     failed, next_check = failed + child.end(code), 0.0
                     interrupted |= code in STOPPED
@@ -155,8 +149,7 @@ class _Child:
 
 def _begin(study: Study, runs: list[PlannedRun], host: tuple[int, int]) -> _Child | None:
     """Starts a process for those runs that are unfinished and not claimed by another process."""
-    index, count = host
-    unfinished = _unfinished(runs)
+    (index, count), unfinished = host, _unfinished(runs)
     if count == 1:
         unfinished = [run for run in unfinished if run.take()]
     elif index == 0:  # all hosts start these runs, so an old claim must not stop the first host
@@ -225,9 +218,8 @@ def _train_and_evaluate(chosen: Sequence[PlannedRun], evaluate: Callable) -> int
             run.release(f"{_spell(e)}; see {chosen[0].log}")
 
     by_step: dict[object, list[PlannedRun]] = {}
-    for run in chosen:
-        if unfinished(run):
-            by_step.setdefault((program_key(run.config) or run.name, run.saved()), []).append(run)
+    for run in filter(unfinished, chosen):
+        by_step.setdefault((program_key(run.config) or run.name, run.saved()), []).append(run)
     for group in by_step.values():
         if len(group) > 1:
             try:
@@ -257,9 +249,8 @@ def _log_error(subject: str, error: Exception) -> None:
 
 
 def _spell(error: Exception) -> str:
-    if isinstance(error, UserError):
-        return str(error)
-    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
+    short = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+    return str(error) if isinstance(error, UserError) else short
 
 
 @contextlib.contextmanager

@@ -81,13 +81,11 @@ def _scan(results: Results, field: str, setting: str, arms: Mapping[float, Arm])
     stable = _around(best, completes) if completes[best] else None
     if is_loss:
         sensitivity = float(np.mean([np.mean(x) for x in losses.values() if x])) - least
-    names = frozenset(arm.name for arm in arms.values())
-    close = _around(best, is_close)
+    names, close = frozenset(arm.name for arm in arms.values()), _around(best, is_close)
     return Scan(field, setting, names, points, best, close, stable, sensitivity)
 
 
 def _around(best: float, holds: Mapping[float, bool]) -> tuple[float, float]:
     """Returns the contiguous range around `best` in which `holds` is true. Values are sorted."""
     below, above = [x for x in reversed(holds) if x <= best], [x for x in holds if x >= best]
-    first, last = (list(itertools.takewhile(holds.get, side))[-1] for side in (below, above))
-    return first, last
+    return tuple([*itertools.takewhile(holds.get, side)][-1] for side in (below, above))

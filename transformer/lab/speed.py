@@ -4,7 +4,7 @@ import json
 import math
 from collections.abc import Mapping
 
-from transformer.lab.results import Results, RunResult
+from transformer.lab.results import Results
 
 CONDITIONS = ("host", "devices", "mesh", "processes", "versions", "commit", "trained_together")
 """What manifests record about the conditions of a measurement."""
@@ -16,7 +16,10 @@ FREE = 0.05, 0.5
 def disturbances(results: Results) -> list[str]:
     """Returns why the speeds of runs cannot be compared, in sentences; empty if they can."""
     timed = [run for run in results.runs if not math.isnan(run.speed)]
-    lines, starts = [], [x for run in timed for x in _starts(run)]
+    lines, starts = [], []
+    for run in timed:
+        entries = [x for x in run.manifest.get("earlier_starts", ()) if isinstance(x, Mapping)]
+        starts += [x | {"trained_together": run.together} for x in (*entries, run.manifest)]
     for name in CONDITIONS:
         values = {json.dumps(start.get(name), sort_keys=True) for start in starts}
         if len(values) > 1:
@@ -29,17 +32,9 @@ def disturbances(results: Results) -> list[str]:
         lines.append("It is not recorded whether other processes ran.")
     limits = [min(FREE[0] * run.manifest.get("cores", 1), FREE[1]) for run in timed]
     if any(x > limit for x, limit in zip(others, limits, strict=True)):
-        cores = {run.manifest.get("cores", "?") for run in timed}
-        used = max(x for x in others if not math.isnan(x))
-        lines.append(
-            f"Other processes used up to {used:.1f} of the host's {'/'.join(map(str, cores))} "
-            "cores during training."
+        cores = "/".join(sorted({str(run.manifest.get("cores", "?")) for run in timed}))
+        used = (
+            f"up to {max(x for x in others if not math.isnan(x)):.1f} of the host's {cores} cores"
         )
+        lines.append(f"Other processes used {used} during training.")
     return lines
-
-
-def _starts(run: RunResult) -> list[Mapping]:
-    """Returns the conditions of each start of a run."""
-    together = {"trained_together": run.together}
-    earlier = [x for x in run.manifest.get("earlier_starts", ()) if isinstance(x, Mapping)]
-    return [start | together for start in (*earlier, run.manifest)]

@@ -4,6 +4,7 @@ The state of a run is read only from its directory, so all machines that share i
 """
 
 import dataclasses
+import itertools
 import json
 import os
 from collections.abc import Mapping
@@ -67,8 +68,7 @@ class PlannedRun:
             return Status("diverged", diverged[-1]["step"])
         has_test_metrics = any(key.startswith("test/") for line in lines for key in line)
         if has_test_metrics and self._tested() == self.config.train.steps:
-            values = [line[self.metric] for line in lines if self.metric in line]
-            if values:
+            if values := [line[self.metric] for line in lines if self.metric in line]:
                 return Status("done", self.config.train.steps, values[-1])
             tested = sorted({key for line in lines for key in line if key.startswith("test/")})
             names = ", ".join(tested[:9]) + ", ..." * (len(tested) > 9)
@@ -78,8 +78,7 @@ class PlannedRun:
             return Status("running", **progress)
         if self._failure.exists():
             return Status("failed", **progress, why=self._failure.read_text().strip())
-        saved = self.saved()
-        if not saved:
+        if not (saved := self.saved()):
             return Status("waiting")
         kind = "trained" if saved == self.config.train.steps else "stopped"
         return Status(kind, saved, progress.get("value", float("nan")))
@@ -95,8 +94,6 @@ class PlannedRun:
             return read_json(self.folder / "test.json").get("step")
         except (UserError, FileNotFoundError, AttributeError):
             return None
-
-    # ---- claims
 
     @property
     def claim(self) -> Claim:
@@ -150,12 +147,9 @@ class Study:
     @property
     def runs(self) -> list[PlannedRun]:
         """All runs, seed by seed, so that early results cover all arms."""
-        with_seed = lambda config, seed: dataclasses.replace(config, seed=seed)
-        return [
-            PlannedRun(self.folder, arm, with_seed(config, seed), self.sweep.metric)
-            for seed in self.sweep.seeds
-            for arm, config in self.configs.items()
-        ]
+        planned = lambda arm, config: PlannedRun(self.folder, arm, config, self.sweep.metric)
+        arms = list(itertools.product(self.sweep.seeds, self.configs.items()))
+        return [planned(arm, dataclasses.replace(x, seed=seed)) for seed, (arm, x) in arms]
 
     def check(self) -> None:
         """Raises UserError if the directory holds something else.

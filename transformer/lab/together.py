@@ -42,10 +42,8 @@ NUMBERS = (
 
 def program_key(config: Experiment) -> str | None:
     """Returns a key that is equal for runs that can be trained together, None for other runs."""
-    train, sizes = config.train, config.mesh.sizes.values()
-    if any(size not in (1, -1) for size in sizes):
-        return None
-    if train.init_from or train.profile or train.wandb:
+    train, sizes = config.train, set(config.mesh.sizes.values())
+    if not sizes <= {1, -1} or train.init_from or train.profile or train.wandb:
         return None
     fields = flatten_fields(to_mapping(config))
     for field in NUMBERS[1:]:
@@ -60,18 +58,13 @@ def train_together(configs: Sequence[Experiment], workdirs: Sequence[Path]) -> l
 
     A run that diverges ends, and the others continue. Returns the steps that each has done.
     """
-    config = configs[0]
+    config, folder, one = configs[0], workdirs[0].parent, MeshConfig(data=1)
     if len({program_key(c) for c in configs}) > 1 or program_key(config) is None:
         raise ValueError("these runs differ in more than numbers")
-    with (
-        disk_errors(workdirs[0].parent),
-        use(start(config.platform, MeshConfig(data=1))) as mesh,
-        locked(workdirs),
-    ):
-        runs = [
-            begin(c, w, mesh, together=len(configs), prints=n == 0)
-            for n, (c, w) in enumerate(zip(configs, workdirs, strict=True))
-        ]
+    with disk_errors(folder), use(start(config.platform, one)) as mesh, locked(workdirs):
+        together, pairs = len(configs), zip(configs, workdirs, strict=True)
+        first = lambda folder: folder == workdirs[0]
+        runs = [begin(c, w, mesh, together=together, prints=first(w)) for c, w in pairs]
         if len({run.step for run in runs}) > 1:
             raise ValueError("these runs are at different steps")
         for run in runs:

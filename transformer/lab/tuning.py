@@ -12,6 +12,7 @@ that of the ratio -c1 / 2 c2 of two estimated coefficients.
 """
 
 import dataclasses
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -64,12 +65,11 @@ class Curve:
     @property
     def best(self) -> float:
         """The value with the least mean loss. Raises UserError if every value diverged."""
-        best = min(self.tried, key=self.mean)
+        best, tried = min(self.tried, key=self.mean), self.tried
         if not math.isfinite(self.mean(best)):
-            raise UserError(
-                f"sweep: tune: arm {self.arm!r} diverged at every {self.number.name} from "
-                f"{self.tried[0]:g} to {self.tried[-1]:g}; tune over another range"
-            )
+            values = f"{self.number.name} from {tried[0]:g} to {tried[-1]:g}"
+            problem = f"arm {self.arm!r} diverged at every {values}"
+            raise UserError(f"sweep: tune: {problem}; tune over another range")
         return best
 
     @property
@@ -88,10 +88,9 @@ class Curve:
     @property
     def parabola(self) -> Parabola | None:
         """The parabola around the best value; None with fewer than three values near it."""
-        rows = [
-            (self.number.x(v), x, seed) for v in self.near for seed, x in self.losses[v].items()
-        ]
-        return Parabola.of(*zip(*rows, strict=True)) if len(self.near) > 2 else None
+        x, near = self.number.x, self.near
+        rows = [(x(v), loss, seed) for v in near for seed, loss in self.losses[v].items()]
+        return Parabola.of(*zip(*rows, strict=True)) if len(near) > 2 else None
 
     @property
     def optimum(self) -> float:
@@ -153,10 +152,9 @@ def changed(config: Experiment, numbers: Mapping[str, float]) -> Experiment:
 
 def check(sweep: Sweep, configs: Mapping[str, Experiment]) -> None:
     """Raises UserError if a value that is tried first is invalid in an arm."""
-    for config in configs.values():
-        for number in sweep.tune:
-            for value in number.grid:
-                changed(config, {number.field: value})
+    for config, number in itertools.product(configs.values(), sweep.tune):
+        for value in number.grid:
+            changed(config, {number.field: value})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,8 +173,7 @@ class Trial:
         """Returns seed -> validation loss; nothing while a run is unfinished."""
         losses = {}
         for seed in tuning_seeds(study.sweep):
-            folder = study.folder / "tuning" / self.name / f"seed-{seed}"
-            run = load_run(folder, [], self.name)
+            run = load_run(study.folder / "tuning" / self.name / f"seed-{seed}", [], self.name)
             if run is None or (run.diverged is None and math.isnan(run.outcome(METRIC))):
                 return {}
             losses[seed] = run.outcome(METRIC) if run.diverged is None else math.inf
@@ -234,8 +231,7 @@ def stages(study: Study) -> Iterator[Study]:
 def _tuning_study(study: Study, trials: Sequence[Trial]) -> Study:
     sweep, named = study.sweep, {trial.name: trial for trial in trials}
     points = [Point(x.name, {**sweep.arms[x.arm], **x.numbers}) for x in trials]
-    names = " and ".join(number.name for number in sweep.tune)
-    question = f"Which {names} is best for each arm?"
+    question = f"Which {' and '.join(x.name for x in sweep.tune)} is best for each arm?"
     tuning = Sweep(Grid(tuple(points)), question, seeds=tuning_seeds(sweep), metric=METRIC)
     configs = {name: changed(study.configs[x.arm], x.numbers) for name, x in named.items()}
     facts = {name: study.facts[x.arm] for name, x in named.items()}
@@ -244,19 +240,16 @@ def _tuning_study(study: Study, trials: Sequence[Trial]) -> Study:
 
 def tuned_study(study: Study, curves: Sequence[Curve]) -> Study:
     """Returns the comparison in DIR/tuned, with each arm at its optimum."""
-    optima: dict[str, dict[str, float]] = {}
-    for curve in curves:
-        optima.setdefault(curve.arm, {})[curve.number.field] = curve.optimum
+    optima = {x.arm: {**x.setting, x.number.field: x.optimum} for x in curves}
     configs = {arm: changed(config, optima[arm]) for arm, config in study.configs.items()}
     return _part(study, "tuned", study.sweep, configs, study.facts)
 
 
 def _part(study: Study, name: str, sweep: Sweep, configs, facts) -> Study:
-    facts = {arm: dataclasses.replace(facts[arm], warmup=warmup(c)) for arm, c in configs.items()}
-    sweep = dataclasses.replace(sweep, tune=(), tune_seeds=1)
-    return dataclasses.replace(
-        study, folder=study.folder / name, sweep=sweep, configs=configs, facts=facts
-    )
+    replace, folder = dataclasses.replace, study.folder / name
+    facts = {arm: replace(facts[arm], warmup=warmup(c)) for arm, c in configs.items()}
+    sweep = replace(sweep, tune=(), tune_seeds=1)
+    return replace(study, folder=folder, sweep=sweep, configs=configs, facts=facts)
 
 
 def publish(study: Study, is_first: bool) -> None:

@@ -38,14 +38,11 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Reaches:
-    """When an arm reaches the final validation value of the baseline.
+    """When an arm reaches the final validation value of the baseline."""
 
-    Of `seeds` common seeds, `count` reach it, on average after `share` of the baseline's steps.
-    """
-
-    share: float
-    count: int
-    seeds: int
+    share: float  # of the baseline's steps, on average
+    count: int  # of the common seeds that reach it
+    seeds: int  # common ones
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,9 +69,8 @@ def derive_verdict(results: Results) -> Verdict:
     sweep, arms = results.sweep, results.arms
     base, sign = arms[sweep.baseline], -1.0 if sweep.higher_is_better else 1.0
     values = {name: arm.values(sweep.metric) for name, arm in arms.items()}
-    to_base = corrected(
-        {name: difference(values[name], values[base.name]) for name in arms if name != base.name}
-    )
+    others = arms.keys() - {base.name}
+    to_base = corrected({arm: difference(values[arm], values[base.name]) for arm in others})
     rows, progress = {}, validated(results)
     for name, arm in arms.items():
         versus, common = to_base.get(name), values[name].keys() & values[base.name].keys()
@@ -97,18 +93,14 @@ def derive_verdict(results: Results) -> Verdict:
 
 
 def _outcome(versus: Difference | None, sign: float) -> str:
-    """Returns the outcome of the comparison of an arm with the baseline."""
     if versus is None:
         return "baseline"
-    if math.isnan(versus.p):
-        return "untested"
     if not versus.is_detectable:
-        return "undetected"
+        return "untested" if math.isnan(versus.p) else "undetected"
     return "better" if sign * versus.mean.mean < 0 else "worse"
 
 
 def _peak_memory(arm: Arm) -> float:
-    """Returns the largest logged peak memory of an arm in bytes, or NaN."""
     lines = (line for run in arm.runs.values() for line in run.lines)
     peaks = (line["memory/peak_bytes"] for line in lines if "memory/peak_bytes" in line)
     return max(map(float, peaks), default=math.nan)
@@ -143,13 +135,12 @@ def _reaches(arm: Arm, base: Arm, name: str, sign: float) -> Reaches:
 
 
 def _verdict(results: Results, rows: Mapping[str, Row], scanned: Sequence[Scan]) -> str:
-    """Returns the verdict in one sentence."""
     sweep, base = results.sweep, results.sweep.baseline
     counts = unit(sweep.metric, results.predicts_tokens)
     metric = f"{sweep.metric} ({counts})" if counts else sweep.metric
     finished = [name for name, row in rows.items() if row.value.count]
     if len(finished) < 2 or base not in finished:
-        have = f"only {finished[0]} has" if len(finished) == 1 else "no arm has"
+        have = f"only {base} has" if finished else "no arm has"
         have = f"the baseline, {base}, lacks" if finished and base not in finished else have
         return f"No comparison is possible: {have} a value of {metric}."
     if scanned:
@@ -159,12 +150,10 @@ def _verdict(results: Results, rows: Mapping[str, Row], scanned: Sequence[Scan])
     compared = {name: (rows[name], rows[name].to_baseline) for name in finished if name != base}
     tested = [versus for row, versus in compared.values() if row.outcome != "untested"]
     if not tested:
-        common = max(versus.mean.count for _, versus in compared.values())
         why = "the variation between seeds is unknown, because no two arms share two seeds"
-        if common > 1:
-            why = (
-                f"each arm differs from {base} by the same in every seed, so a t-test has no spread"
-            )
+        if any(versus.mean.count > 1 for _, versus in compared.values()):
+            equal = f"each arm differs from {base} by the same in every seed"
+            why = f"{equal}, so a t-test has no spread"
         return f"No conclusion is possible: {why}."
     if all(not any(row.differences.values()) for row, _ in compared.values()):
         return f"By {metric}, all arms are equal in every seed: {spell(rows[base].value)}."
@@ -184,7 +173,6 @@ def _verdict(results: Results, rows: Mapping[str, Row], scanned: Sequence[Scan])
 
 
 def _clauses(results: Results, compared: Mapping[str, Row]) -> list[str]:
-    """Returns the clauses of the verdict: better, worse, undetected and untested arms."""
     metric, base = results.sweep.metric, results.sweep.baseline
     counts = unit(metric, results.predicts_tokens)
     names = lambda outcome: [name for name, row in compared.items() if row.outcome == outcome]
@@ -248,7 +236,6 @@ def _of_arms(results: Results, rows: Mapping[str, Row], without: Collection[str]
 
 
 def _of_scan(scan: Scan, results: Results) -> str:
-    """Returns a sentence on a scan."""
     values = f"{len(scan.points)} values of {scan.field.rpartition('.')[2]}"
     line = f"With {scan.setting}, of {values}" if scan.setting else f"Of {values}"
     line += f", {scan.best:g} has the best mean ({spell(scan.points[scan.best])})"
@@ -256,11 +243,9 @@ def _of_scan(scan: Scan, results: Results) -> str:
         line += ", at the edge of the scanned range"
     line += f"; range within {CLOSE:.0%} of it: {_from_to(scan.close)}"
     if results.sweep.metric.endswith("/loss"):
-        if scan.stable:
-            line += f"; range without failed seeds: {_from_to(scan.stable)}"
-        else:
-            line += "; a seed failed even at the best value"
-        line += f"; sensitivity {scan.sensitivity:.3f} nats"
+        stable = scan.stable and f"range without failed seeds: {_from_to(scan.stable)}"
+        stable = stable or "a seed failed even at the best value"
+        line += f"; {stable}; sensitivity {scan.sensitivity:.3f} nats"
     return line + "."
 
 
