@@ -224,10 +224,9 @@ def holding(claims: Sequence[Claim]) -> Iterator[None]:
                 if holder is None:
                     continue
                 if holder.is_visible() or claim.age() < last_age or time.monotonic() > deadline:
-                    raise UserError(
-                        f"--workdir: {claim.file.parent} is in use by {claim.who()}; wait until it "
-                        "ends, stop it, or choose another directory"
-                    )
+                    problem = f"{claim.file.parent} is in use by {claim.who()}"
+                    way_out = "wait until it ends, stop it, or choose another directory"
+                    raise UserError(f"--workdir: {problem}; {way_out}")
                 if not announced:
                     announced = True
                     print(

@@ -98,10 +98,8 @@ def product(*grids: Grid) -> Grid:
 def zipped(*grids: Grid) -> Grid:
     """Combines the first points of all grids, then the second points, and so on."""
     if len({len(grid) for grid in grids}) > 1:
-        raise UserError(
-            f"sweep: zipped() of {' and '.join(str(len(grid)) for grid in grids)} points; use "
-            "grids of equal length"
-        )
+        problem = f"zipped() of {' and '.join(str(len(grid)) for grid in grids)} points"
+        raise UserError(f"sweep: {problem}; use grids of equal length")
     return Grid(tuple(map(_joined, zip(*(grid.points for grid in grids), strict=True))))
 
 
@@ -126,10 +124,8 @@ class Tuned:
         if not 0 < self.low < self.high < highest:
             raise UserError(f"{what}: use 0 < low < high{' < 1' * self.is_decay}")
         if self.points < 3 or self.more < 0:
-            raise UserError(
-                f"{what}: points={self.points}, more={self.more}; a parabola needs 3 points or "
-                "more, and more=0 or more"
-            )
+            way_out = "a parabola needs 3 points or more, and more=0 or more"
+            raise UserError(f"{what}: points={self.points}, more={self.more}; {way_out}")
 
     @property
     def name(self) -> str:
@@ -231,24 +227,19 @@ class Sweep:
             if not re.fullmatch(r"[A-Za-z0-9][\w.=+-]*", name):
                 raise UserError(f"sweep: {name!r} is not a valid folder name; name it {way_out}")
         if self.baseline and self.baseline not in names:
-            raise UserError(
-                f"sweep: baseline {self.baseline!r} is not an arm; {nearest(self.baseline, names)}"
-            )
+            way_out = nearest(self.baseline, names)
+            raise UserError(f"sweep: baseline {self.baseline!r} is not an arm; {way_out}")
         seeds = tuple(range(self.seeds)) if isinstance(self.seeds, int) else tuple(self.seeds)
         valid = seeds and all(type(seed) is int and seed >= 0 for seed in seeds)
         if not valid or len(set(seeds)) < len(seeds):
-            raise UserError(
-                f"sweep: seeds: {self.seeds!r}; set a positive number or a list of distinct seeds"
-            )
+            way_out = "set a positive number or a list of distinct seeds"
+            raise UserError(f"sweep: seeds: {self.seeds!r}; {way_out}")
         if any("seed" in point.changes for point in self.grid.points):
-            raise UserError(
-                "sweep: 'seed' varies in the grid; use Sweep(..., seeds=N), the same for all arms"
-            )
+            way_out = "use Sweep(..., seeds=N), the same for all arms"
+            raise UserError(f"sweep: 'seed' varies in the grid; {way_out}")
         if self.match not in ("", "parameters", "flops", "time"):
-            raise UserError(
-                f"sweep: match: {self.match!r}; "
-                f"{nearest(self.match, ('parameters', 'flops', 'time'))}"
-            )
+            way_out = nearest(self.match, ("parameters", "flops", "time"))
+            raise UserError(f"sweep: match: {self.match!r}; {way_out}")
         if not isinstance(self.controls, Mapping):
             raise UserError(f"sweep: controls: {self.controls!r}; set a dict, {{'ARM': 'reason'}}")
         for arm in self.controls:
@@ -267,13 +258,11 @@ class Sweep:
         object.__setattr__(self, "tune", numbers)
         for number in numbers:
             if not isinstance(number, Tuned):
-                raise UserError(
-                    f"sweep: tune: {number!r}; set tuned(FIELD, LOW, HIGH), or several of them"
-                )
+                way_out = "set tuned(FIELD, LOW, HIGH), or several of them"
+                raise UserError(f"sweep: tune: {number!r}; {way_out}")
             if number.field in self.fields:
-                raise UserError(
-                    f"sweep: tune: {number.field!r} also varies in the grid; remove it from one"
-                )
+                way_out = "remove it from one"
+                raise UserError(f"sweep: tune: {number.field!r} also varies in the grid; {way_out}")
         if len({number.field for number in numbers}) < len(numbers) or len(numbers) > 3:
             raise UserError(f"sweep: tune: {len(numbers)} numbers; set up to three different ones")
         if type(self.tune_seeds) is not int or self.tune_seeds < 1:

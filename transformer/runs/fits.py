@@ -78,10 +78,9 @@ def check_rounds(config: Experiment, mesh: Mesh) -> None:
     """Raises UserError for rounds without stages. A trained run is read in its own layout."""
     rounds = config.model.pipeline_rounds
     if rounds > 1 and mesh.shape["stage"] == 1:
-        raise UserError(
-            f"model.pipeline_rounds: {rounds} has no effect without stages: mesh.stage > 1; set "
-            "that, or leave model.pipeline_rounds at 1"
-        )
+        problem = f"{rounds} has no effect without stages: mesh.stage > 1"
+        way_out = "set that, or leave model.pipeline_rounds at 1"
+        raise UserError(f"model.pipeline_rounds: {problem}; {way_out}")
 
 
 def check_batch(config: Experiment, share: Share) -> None:
