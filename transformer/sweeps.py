@@ -69,10 +69,8 @@ def scan(field: str, low: float, high: float, points: int) -> Grid:
     Duplicates are removed. Example: scan("optimizer.learning_rate", 1e-4, 1e-1, 7).
     """
     if not 0 < low < high or points < 2:
-        raise UserError(
-            f"sweep: scan({field!r}, {low}, {high}, {points}): use 0 < low < high and at "
-            "least 2 points"
-        )
+        way_out = "use 0 < low < high and at least 2 points"
+        raise UserError(f"sweep: scan({field!r}, {low}, {high}, {points}): {way_out}")
     values = [low * (high / low) ** (n / (points - 1)) for n in range(points)]
     whole = isinstance(low, int) and isinstance(high, int)
     rounded = [float(f"{x:.1e}") for x in values]
@@ -83,10 +81,8 @@ def arms(**named: Changes) -> Grid:
     """Returns named points: arms(plain={}, deep={"model.num_decoder_layers": 24})."""
     for name, changes in named.items():
         if not isinstance(changes, Mapping):
-            raise UserError(
-                f"sweep: arms({name}={changes!r}): expected a mapping of fields, "
-                f"{{'model.d_ff': 512}}"
-            )
+            expected = "expected a mapping of fields, {'model.d_ff': 512}"
+            raise UserError(f"sweep: arms({name}={changes!r}): {expected}")
     return Grid(tuple(Point(name, dict(changes)) for name, changes in named.items()))
 
 
@@ -210,10 +206,9 @@ class Sweep:
 
     def __post_init__(self):
         if not isinstance(self.grid, Grid):
-            raise UserError(
-                f"sweep: {self.grid!r}; a Grid is expected: vary(FIELD, VALUE, ...), "
-                f"arms(NAME={{...}}), or several of them in product(), zipped() or chain()"
-            )
+            one = "vary(FIELD, VALUE, ...), arms(NAME={...})"
+            way_out = f"{one}, or several of them in product(), zipped() or chain()"
+            raise UserError(f"sweep: {self.grid!r}; a Grid is expected: {way_out}")
         names = [point.name for point in self.grid.points]
         if not names:
             raise UserError("sweep: no arms")
@@ -301,9 +296,8 @@ def _joined(points: Iterable[Point]) -> Point:
     for point in points:
         names.append(point.name)
         if repeated := changes.keys() & point.changes.keys():
-            raise UserError(
-                f"sweep: {repeated.pop()!r} is set twice in one arm ({'-'.join(names)})"
-            )
+            arm = "-".join(names)
+            raise UserError(f"sweep: {repeated.pop()!r} is set twice in one arm ({arm})")
         changes |= point.changes
         called |= point.called
     return Point("-".join(names), changes, called)
