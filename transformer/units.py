@@ -32,7 +32,6 @@ OF_LABELS = {
 }
 """The kinds that apply instead if no tokens are predicted, as by a classifier."""
 
-
 BOUNDS = {
     **dict.fromkeys(
         ("loss", "loss_with", "loss_by_position", "extrapolation", "extrapolation_sliding", "kl",
@@ -41,8 +40,7 @@ BOUNDS = {
         (0.0, math.inf),
     ),
     **dict.fromkeys(
-        ("accuracy", "agrees", "tokens", "exact", "sink", "previous", "induction"), (0.0, 1.0)
-    ),
+        ("accuracy", "agrees", "tokens", "exact", "sink", "previous", "induction"), (0.0, 1.0)),
     **dict.fromkeys(("bleu", "bleu_one_reference", "bleu_by_length"), (0.0, 100.0)),
     **dict.fromkeys(("chrf", "chrf_one_reference"), (0.0, 100.0)),
 }  # fmt: skip
@@ -76,9 +74,7 @@ def higher_is_better(metric: str, declared: bool | None) -> bool:
     """Returns the declared direction, or that of the metric's name. Raises UserError if unknown."""
     metric_kind = kind(metric)
     if declared is None and metric_kind is None:
-        raise UserError(
-            f"sweep: metric {metric!r}: its direction is unknown; set Sweep(..., "
-            "higher_is_better=True) or False, or pass --higher-is-better or --lower-is-better to "
-            "compare"
-        )
+        file = "set Sweep(..., higher_is_better=True) or False"
+        way_out = f"{file}, or pass --higher-is-better or --lower-is-better to compare"
+        raise UserError(f"sweep: metric {metric!r}: its direction is unknown; {way_out}")
     return metric_kind.higher if declared is None else declared
