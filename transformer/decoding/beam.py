@@ -14,8 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import linen as nn
-from flax import struct
+from flax import linen as nn, struct
 
 from transformer.decoding.config import check_numbers
 from transformer.decoding.ending import Ending

@@ -8,8 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 from transformer.data.tokenizer_base import Tokenizer
 from transformer.decoding.beam import beam_search

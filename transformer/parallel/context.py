@@ -4,8 +4,7 @@ Shape suffixes: B batch, T length.
 """
 
 import jax
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from transformer.model import positions
 from transformer.model.config import ModelConfig
