@@ -118,7 +118,6 @@ def _meshes(config: Experiment, topology: Topology) -> Iterator[dict[str, int]]:
 
 
 def _with_layout(config: Experiment, mesh: dict, remat: str, times: int) -> Experiment | None:
-    """Returns the experiment with this layout, or None if its batch is not divisible."""
     accumulate = config.train.accumulate * times
     if config.data.batch_size % (accumulate * _replicas(mesh)):
         return None
