@@ -52,11 +52,9 @@ def run(args, overrides) -> int:
     if not is_first():
         return 0
     if generate.cut:
-        print(
-            f"{generate.cut:,} of {count(len(lines), 'line')} exceeded the model's maximum length "
-            f"and {'was' if generate.cut == 1 else 'were'} cut",
-            file=sys.stderr,
-        )
+        too_long = f"{generate.cut:,} of {count(len(lines), 'line')} exceeded the model's"
+        verb = "was" if generate.cut == 1 else "were"
+        print(f"{too_long} maximum length and {verb} cut", file=sys.stderr)
     text = "".join(answer.replace("\n", "\\n") + "\n" for answer in answers)
     if args.output == "-":
         sys.stdout.write(text)
@@ -66,7 +64,6 @@ def run(args, overrides) -> int:
 
 
 def _converse(trained) -> int:
-    """Answers lines typed at the terminal, until an empty line or the end of input."""
     import readline  # noqa: F401  (arrow keys and history at the prompt)
 
     from transformer.decoding.generate import Generator
