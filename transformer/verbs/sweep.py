@@ -67,10 +67,8 @@ def run(args, overrides) -> int:
         raise UserError(f"--jobs and --together: {args.jobs} and {args.together}; {way_out}")
     this_process = process_index_and_count()
     if this_process[1] > 1 and args.jobs > 1:
-        raise UserError(
-            f"--jobs: {args.jobs}, but each run uses all {this_process[1]} processes, "
-            "one after another; leave it out"
-        )
+        problem = f"{args.jobs}, but each run uses all {this_process[1]} processes"
+        raise UserError(f"--jobs: {problem}, one after another; leave it out")
     together, is_first = args.together if this_process[1] == 1 else 1, this_process[0] == 0
     say = print if is_first else lambda *_, **__: None
     log = lambda line: say(line, file=sys.stderr)
@@ -104,7 +102,6 @@ def run(args, overrides) -> int:
 
 
 def _run_stages(study, stages, options, log) -> int:
-    """Runs the studies of a sweep one after another. Returns the exit code."""
     from transformer.lab import runner, tuning
 
     for stage in stages:
