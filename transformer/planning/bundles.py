@@ -122,7 +122,7 @@ def head_cycles(
     """
     (grid,) = schedule.kernel.inner
     (body,) = grid.inner
-    products = lambda block: schedule.busy(block, "MXU") or any(map(products, block.inner))
+    products = lambda block: bool(schedule.busy(block, "MXU") or any(map(products, block.inner)))
     (with_tiles,) = filter(products, body.inner)
     (tile_loop,) = with_tiles.inner
     once = [part for part in body.inner if not products(part)]
