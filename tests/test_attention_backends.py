@@ -9,8 +9,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from transformer.config import MeshConfig
 from transformer.model import positions
-from transformer.model.attention_backends import BACKENDS, Inputs, choose, record
-from transformer.model.attention_backends import blockwise as blockwise_module
+from transformer.model.attention_backends import (
+    BACKENDS,
+    Inputs,
+    blockwise as blockwise_module,
+    choose,
+    record,
+)
 from transformer.model.masks import CAUSAL, SAME_SEGMENT, Tokens, window
 from transformer.model.positions import SCHEMES
 from transformer.parallel.context import zigzag

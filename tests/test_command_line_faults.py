@@ -18,8 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from transformer import __main__ as process
-from transformer import cli
+from transformer import __main__ as process, cli
 from transformer.config_io import load_experiment
 from transformer.data import sources
 from transformer.data.pipeline import open_data

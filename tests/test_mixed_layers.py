@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import init_model, make, small, tokens
-from flax import linen as nn
-from flax import struct
+from flax import linen as nn, struct
 
 from transformer import MIXERS, UserError
 from transformer.model.cache import empty_cache

@@ -15,8 +15,7 @@ from transformer.config import MeshConfig
 from transformer.decoding.beam import beam_search
 from transformer.decoding.prefill import advance, prefill
 from transformer.model.cache import LayerState
-from transformer.model.layout import flatten, unflatten, where
-from transformer.model.layout import part as layer_part
+from transformer.model.layout import flatten, part as layer_part, unflatten, where
 from transformer.model.mixers import MIXERS
 from transformer.model.network import build_model
 from transformer.parallel.mesh import make_mesh, use

@@ -13,8 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import make, small, tokens
-from test_architectures import HF_FAMILIES
-from test_architectures import small as small_architecture
+from test_architectures import HF_FAMILIES, small as small_architecture
 
 from transformer import UserError, architecture, build_model, load_hf, save_hf
 from transformer.convert import FAMILIES

@@ -56,13 +56,17 @@ def test_kernels_with_other_loops_are_not_analyzed():
     schedule = lambda body: KernelSchedule(
         part(0, 30, part(0, 28, body, loop=True)), dict.fromkeys(UNITS, 1), used
     )
-    full, sequence, once = head_cycles(schedule(body), 2, 0, 2, 1)
-    assert (full.own, sequence, once) == (6, 2 * (3 + 10) + 3 + 2 * 4 + 6 + 3 * 2, 0)
+    kinds, sequence, once = head_cycles(schedule(body), 2, 0, 2, 1)
+    assert [tile.own for tile in kinds] == [4, 6]
+    assert (sequence, once) == (2 * (3 + 10) + 3 + 2 * 4 + 6 + 3 * 2, 0)
     with_loop = part(1, 26, part(2, 8, part(3, 5, loop=True)), part(9, 21, tile_loop))
     assert head_cycles(schedule(with_loop), 2, 7, 2, 1)[2] == 4 + 7 * 2
+    third_kind = part(9, 21, part(10, 12), part(12, 14), part(14, 20), loop=True)
+    near = part(1, 26, part(2, 5), part(9, 21, third_kind))
+    assert head_cycles(schedule(near), 2, 0, 5, 2, 1)[1] == 2 * (3 + 10) + 3 + 7 * 2 + 6 + 8 * 2
     without_masks = part(1, 26, part(9, 21, part(10, 20, loop=True)))
-    for other, chunks in ((part(1, 26), 0), (without_masks, 0), (with_loop, 0)):
-        with pytest.raises(ValueError, match="unpack|other loops"):
+    for other, chunks in ((part(1, 26), 0), (without_masks, 0), (with_loop, 0), (near, 0)):
+        with pytest.raises(ValueError, match="unpack|other loops|shorter|longer"):
             head_cycles(schedule(other), 2, chunks, 2, 1)
 
 

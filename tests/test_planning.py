@@ -14,8 +14,7 @@ from transformer.config import MeshConfig
 from transformer.data.pipeline import open_data
 from transformer.errors import UserError
 from transformer.parallel.mesh import make_mesh
-from transformer.planning import chips, programs
-from transformer.planning import page as pages
+from transformer.planning import chips, page as pages, programs
 from transformer.planning.chips import Topology, topology
 from transformer.planning.plan import make_plan
 from transformer.planning.sample import batch_shapes

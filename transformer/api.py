@@ -16,8 +16,7 @@ from transformer.errors import UserError
 from transformer.mapping import apply_overrides, build, to_mapping
 from transformer.parallel.mesh import start, use
 from transformer.parallel.processes import start_processes
-from transformer.runs.evaluate import LoadedRun, load_trained
-from transformer.runs.evaluate import evaluate as evaluate_trained
+from transformer.runs.evaluate import LoadedRun, evaluate as evaluate_trained, load_trained
 from transformer.runs.loop import train as train_in
 from transformer.runs.rundir import is_converted, load_config
 

@@ -224,17 +224,14 @@ def holding(claims: Sequence[Claim]) -> Iterator[None]:
                 if holder is None:
                     continue
                 if holder.is_visible() or claim.age() < last_age or time.monotonic() > deadline:
-                    raise UserError(
-                        f"--workdir: {claim.file.parent} is in use by {claim.who()}; wait until it "
-                        "ends, stop it, or choose another directory"
-                    )
+                    problem = f"{claim.file.parent} is in use by {claim.who()}"
+                    way_out = "wait until it ends, stop it, or choose another directory"
+                    raise UserError(f"--workdir: {problem}; {way_out}")
                 if not announced:
                     announced = True
-                    print(
-                        f"{claim.file.parent} was in use by {claim.who()}, which is not visible "
-                        f"from this machine; waiting up to {STALE:.0f} s for it to renew its claim",
-                        file=sys.stderr,
-                    )
+                    used = f"{claim.file.parent} was in use by {claim.who()}, which is not visible"
+                    wait = f"waiting up to {STALE:.0f} s for it to renew its claim"
+                    print(f"{used} from this machine; {wait}", file=sys.stderr)
                 last_age = claim.age()
                 time.sleep(1)
             taken.append(claim)

@@ -39,10 +39,8 @@ def main(argv: list[str] | None = None) -> int:
         if "RESOURCE_EXHAUSTED" not in str(e) and "Out of memory" not in str(e):
             _exit_if_distributed(1, e)
             raise
-        way_out = (
-            "reduce data.batch_size or the model's size, increase train.accumulate, set "
-            "model.remat='full', or spread the parameters with mesh.fsdp"
-        )
+        smaller = "reduce data.batch_size or the model's size, increase train.accumulate"
+        way_out = f"{smaller}, set model.remat='full', or spread the parameters with mesh.fsdp"
         return _fail(UserError(f"out of memory ({str(e).splitlines()[0][:120]}); {way_out}"))
     except KeyboardInterrupt:
         _print_error("\ninterrupted")
@@ -54,7 +52,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _fail(error: UserError) -> int:
-    """Prints an error and returns its exit code."""
     _print_error(f"error: {error}")
     _exit_if_distributed(error.exit_code)
     return error.exit_code
@@ -121,10 +118,8 @@ def _overrides(remaining: list[str]) -> dict[str, str]:
     while remaining:
         arg = remaining.pop(0)
         if not arg.startswith("--config."):
-            raise UserError(
-                f"no argument {arg!r}; set fields of the experiment with "
-                "--config.SECTION.FIELD=VALUE; see --help for other arguments"
-            )
+            way_out = "set fields of the experiment with --config.SECTION.FIELD=VALUE"
+            raise UserError(f"no argument {arg!r}; {way_out}; see --help for other arguments")
         key, equals, value = arg.removeprefix("--config.").partition("=")
         if not equals:
             if not remaining or remaining[0].startswith("--"):

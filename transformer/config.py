@@ -51,50 +51,39 @@ class Experiment:
     platform: str = "auto"
 
     def __post_init__(self):
+        data, model, train, optimizer = self.data, self.model, self.train, self.optimizer
         one_of("platform", self.platform, ("auto", "cpu", "gpu", "tpu", "accelerator"))
         if not 0 <= self.seed <= LARGEST:
             raise UserError(f"seed: {self.seed} must lie between 0 and {LARGEST:,}")
         for field in ("length", "target_length"):
-            if getattr(self.data, field) > self.model.max_length:
-                raise UserError(
-                    f"data.{field}: {getattr(self.data, field)} is longer than model.max_length = "
-                    f"{self.model.max_length}; reduce it, or increase model.max_length"
-                )
-        if self.data.batch_size % self.train.accumulate:
-            raise UserError(
-                f"train.accumulate: {self.train.accumulate} does not divide data.batch_size = "
-                f"{self.data.batch_size}; change one of them"
-            )
-        if self.optimizer.decay_ends and self.optimizer.decay_ends[-1] >= self.train.steps:
-            raise UserError(
-                f"optimizer.decay_ends: {self.optimizer.decay_ends[-1]} must be less than "
-                f"train.steps = {self.train.steps}, where the last decay ends"
-            )
+            if (length := getattr(data, field)) > model.max_length:
+                problem = f"{length} is longer than model.max_length = {model.max_length}"
+                raise UserError(f"data.{field}: {problem}; reduce it, or increase model.max_length")
+        if data.batch_size % train.accumulate:
+            problem = f"{train.accumulate} does not divide data.batch_size = {data.batch_size}"
+            raise UserError(f"train.accumulate: {problem}; change one of them")
+        if optimizer.decay_ends and optimizer.decay_ends[-1] >= train.steps:
+            problem = f"{optimizer.decay_ends[-1]} must be less than train.steps = {train.steps}"
+            raise UserError(f"optimizer.decay_ends: {problem}, where the last decay ends")
         self._check_parametrization()
         objective, name = self.objective, self.objective.name
-        if self.model.family not in objective.families:
-            raise UserError(
-                f"data.objective: {name!r} trains a model of family "
-                f"{' or '.join(map(repr, objective.families))}, "
-                f"but model.family = {self.model.family!r}; change one of them"
-            )
-        if objective.predicts_tokens and not self.model.lm_head:
+        if model.family not in objective.families:
+            needed = f"a model of family {' or '.join(map(repr, objective.families))}"
+            problem = f"{name!r} trains {needed}, but model.family = {model.family!r}"
+            raise UserError(f"data.objective: {problem}; change one of them")
+        if objective.predicts_tokens and not model.lm_head:
             raise UserError(f"data.objective: {name!r} predicts tokens; set model.lm_head=True")
-        if self.model.prefix_lm and not objective.has_prefix:
+        if model.prefix_lm and not objective.has_prefix:
             problem = f"True, but data.objective {name!r} defines no prefix"
             raise UserError(f"model.prefix_lm: {problem}; set it to False")
-        if self.data.target_length and not self.model.is_encoder_decoder:
-            raise UserError(
-                f"data.target_length: {self.data.target_length}, but model.family = "
-                f"{self.model.family!r} has one stack; leave it at 0"
-            )
-        for field, limit in (("beam_size", vocab := self.model.vocab_size), ("top_k", vocab - 1)):
-            if getattr(self.decoding, field) > limit:
-                raise UserError(
-                    f"decoding.{field}: {getattr(self.decoding, field):,} is too large for "
-                    f"model.vocab_size = {vocab:,}; at most {limit:,}"
-                )
-        for evaluator in map(EVALUATORS.build, self.train.evaluators):
+        if data.target_length and not model.is_encoder_decoder:
+            problem = f"{data.target_length}, but model.family = {model.family!r} has one stack"
+            raise UserError(f"data.target_length: {problem}; leave it at 0")
+        for field, limit in (("beam_size", vocab := model.vocab_size), ("top_k", vocab - 1)):
+            if (number := getattr(self.decoding, field)) > limit:
+                problem = f"{number:,} is too large for model.vocab_size = {vocab:,}"
+                raise UserError(f"decoding.{field}: {problem}; at most {limit:,}")
+        for evaluator in map(EVALUATORS.build, train.evaluators):
             if problem := evaluator.why_not(self):
                 raise UserError(f"train.evaluators: {evaluator.name} {problem}")
         if problem := objective.check(self):

@@ -46,10 +46,9 @@ def load_tree(file: str) -> dict:
         if experiment_file.arm:
             arms = experiment_file.sweep().arms
             if experiment_file.arm not in arms:
-                raise UserError(
-                    f"--config: the sweep() of {str(experiment_file.path)!r} has no arm "
-                    f"{experiment_file.arm!r}; {nearest(experiment_file.arm, arms)}"
-                )
+                problem = f"the sweep() of {str(experiment_file.path)!r} has no arm"
+                way_out = nearest(arm := experiment_file.arm, arms)
+                raise UserError(f"--config: {problem} {arm!r}; {way_out}")
             change(tree, arms[experiment_file.arm])
         return tree
 

@@ -25,13 +25,10 @@ class TemporaryError(UserError):
     exit_code = 1
 
 
-_TEMPORARY = {
-    getattr(errno, name, None)
-    for name in (
-        "EAGAIN", "EBUSY", "ECONNABORTED", "ECONNREFUSED", "ECONNRESET", "EHOSTUNREACH", "EIO",
-        "ENETDOWN", "ENETUNREACH", "ENOTCONN", "EPIPE", "EREMOTEIO", "ESTALE", "ETIMEDOUT",
-    )
-} - {None}  # fmt: skip
+_TEMPORARY = {getattr(errno, name, None) for name in (
+    "EAGAIN", "EBUSY", "ECONNABORTED", "ECONNREFUSED", "ECONNRESET", "EHOSTUNREACH", "EIO",
+    "ENETDOWN", "ENETUNREACH", "ENOTCONN", "EPIPE", "EREMOTEIO", "ESTALE", "ETIMEDOUT",
+)} - {None}  # fmt: skip
 
 
 def from_os_error(error: OSError, message: str) -> UserError:

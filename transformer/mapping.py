@@ -25,12 +25,9 @@ def from_mapping(cls, values: Mapping, path: str = "", root: type | None = None)
     for key in values:
         if key not in fields:
             raise UserError(f"{path}{key}: no such field; {way_out(key, fields, root)}")
-    convert = lambda key, value: (
-        from_mapping(fields[key], value, f"{path}{key}.", root)
-        if dataclasses.is_dataclass(fields[key])
-        else value
-    )
-    return cls(**{key: convert(key, value) for key, value in values.items()})
+    configs = {key for key in values if dataclasses.is_dataclass(fields[key])}
+    inner = lambda key: from_mapping(fields[key], values[key], f"{path}{key}.", root)
+    return cls(**{key: inner(key) if key in configs else x for key, x in values.items()})
 
 
 def way_out(key: str, fields: Mapping, root: type) -> str:
@@ -82,11 +79,9 @@ def override(tree: dict, dotted: str, value, root: type, prefix: str = "--config
         path += key
         fields = {key: Choice} if cls is Choice else _fields(cls)
         if key not in fields:
-            raise UserError(
-                f"{prefix}{path}: no such field; {way_out(key, fields, root)}"
-                if fields
-                else f"{prefix}{dotted}: {path} has no fields; set the whole list"
-            )
+            if not fields:
+                raise UserError(f"{prefix}{dotted}: {path} has no fields; set the whole list")
+            raise UserError(f"{prefix}{path}: no such field; {way_out(key, fields, root)}")
         if cls is Choice and key == "name":
             raise UserError(f"{prefix}{dotted}: {path} is a single value without fields")
         default = {} if cls is Choice else {f.name: f.default for f in dataclasses.fields(cls)}[key]
@@ -111,7 +106,6 @@ def _fields(cls) -> dict[str, type]:
 
 
 def _parse(text: str, kind):
-    """Parses command-line text for a field of type `kind`."""
     if kind is str or (text.lower() == "none" and type(None) not in typing.get_args(kind)):
         return text
     if typing.get_origin(kind) is tuple and not text.startswith(("(", "[")):

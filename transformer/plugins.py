@@ -46,10 +46,9 @@ def load_installed() -> None:
             entry.load()
         except Exception as e:
             name = entry.dist.name if entry.dist else entry.name
-            raise UserError(
-                f"plugin {entry.value!r} of package {name!r} cannot be imported "
-                f"({type(e).__name__}: {e}); repair it, or uninstall the package"
-            ) from e
+            problem = f"plugin {entry.value!r} of package {name!r} cannot be imported"
+            way_out = "repair it, or uninstall the package"
+            raise UserError(f"{problem} ({type(e).__name__}: {e}); {way_out}") from e
 
 
 def save(folder: Path, settings) -> None:
@@ -79,20 +78,17 @@ def load(folder: Path) -> None:
         except UserError:
             for other, _ in _files.values():
                 if other.name == file.name:
-                    raise UserError(
-                        f"{other} has changed since it was copied to {file}; restore it, or choose "
-                        "another directory"
-                    ) from None
+                    problem = f"{other} has changed since it was copied to {file}"
+                    way_out = "restore it, or choose another directory"
+                    raise UserError(f"{problem}; {way_out}") from None
             raise
         except Exception as e:
-            raise UserError(
-                f"{file}: cannot be imported ({type(e).__name__}: {e}); install what it imports, "
-                "or make it a package with an entry point (transformer/plugins.py)"
-            ) from e
+            problem = f"{file}: cannot be imported ({type(e).__name__}: {e})"
+            package = "make it a package with an entry point (transformer/plugins.py)"
+            raise UserError(f"{problem}; install what it imports, or {package}") from e
 
 
 def _strings(value) -> Iterator[str]:
-    """Yields all strings in nested dicts and lists."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping | list | tuple):

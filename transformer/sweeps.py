@@ -69,10 +69,8 @@ def scan(field: str, low: float, high: float, points: int) -> Grid:
     Duplicates are removed. Example: scan("optimizer.learning_rate", 1e-4, 1e-1, 7).
     """
     if not 0 < low < high or points < 2:
-        raise UserError(
-            f"sweep: scan({field!r}, {low}, {high}, {points}): use 0 < low < high and at "
-            "least 2 points"
-        )
+        way_out = "use 0 < low < high and at least 2 points"
+        raise UserError(f"sweep: scan({field!r}, {low}, {high}, {points}): {way_out}")
     values = [low * (high / low) ** (n / (points - 1)) for n in range(points)]
     whole = isinstance(low, int) and isinstance(high, int)
     rounded = [float(f"{x:.1e}") for x in values]
@@ -83,10 +81,8 @@ def arms(**named: Changes) -> Grid:
     """Returns named points: arms(plain={}, deep={"model.num_decoder_layers": 24})."""
     for name, changes in named.items():
         if not isinstance(changes, Mapping):
-            raise UserError(
-                f"sweep: arms({name}={changes!r}): expected a mapping of fields, "
-                f"{{'model.d_ff': 512}}"
-            )
+            expected = "expected a mapping of fields, {'model.d_ff': 512}"
+            raise UserError(f"sweep: arms({name}={changes!r}): {expected}")
     return Grid(tuple(Point(name, dict(changes)) for name, changes in named.items()))
 
 
@@ -98,10 +94,8 @@ def product(*grids: Grid) -> Grid:
 def zipped(*grids: Grid) -> Grid:
     """Combines the first points of all grids, then the second points, and so on."""
     if len({len(grid) for grid in grids}) > 1:
-        raise UserError(
-            f"sweep: zipped() of {' and '.join(str(len(grid)) for grid in grids)} points; use "
-            "grids of equal length"
-        )
+        problem = f"zipped() of {' and '.join(str(len(grid)) for grid in grids)} points"
+        raise UserError(f"sweep: {problem}; use grids of equal length")
     return Grid(tuple(map(_joined, zip(*(grid.points for grid in grids), strict=True))))
 
 
@@ -126,10 +120,8 @@ class Tuned:
         if not 0 < self.low < self.high < highest:
             raise UserError(f"{what}: use 0 < low < high{' < 1' * self.is_decay}")
         if self.points < 3 or self.more < 0:
-            raise UserError(
-                f"{what}: points={self.points}, more={self.more}; a parabola needs 3 points or "
-                "more, and more=0 or more"
-            )
+            way_out = "a parabola needs 3 points or more, and more=0 or more"
+            raise UserError(f"{what}: points={self.points}, more={self.more}; {way_out}")
 
     @property
     def name(self) -> str:
@@ -214,10 +206,9 @@ class Sweep:
 
     def __post_init__(self):
         if not isinstance(self.grid, Grid):
-            raise UserError(
-                f"sweep: {self.grid!r}; a Grid is expected: vary(FIELD, VALUE, ...), "
-                f"arms(NAME={{...}}), or several of them in product(), zipped() or chain()"
-            )
+            one = "vary(FIELD, VALUE, ...), arms(NAME={...})"
+            way_out = f"{one}, or several of them in product(), zipped() or chain()"
+            raise UserError(f"sweep: {self.grid!r}; a Grid is expected: {way_out}")
         names = [point.name for point in self.grid.points]
         if not names:
             raise UserError("sweep: no arms")
@@ -231,24 +222,19 @@ class Sweep:
             if not re.fullmatch(r"[A-Za-z0-9][\w.=+-]*", name):
                 raise UserError(f"sweep: {name!r} is not a valid folder name; name it {way_out}")
         if self.baseline and self.baseline not in names:
-            raise UserError(
-                f"sweep: baseline {self.baseline!r} is not an arm; {nearest(self.baseline, names)}"
-            )
+            way_out = nearest(self.baseline, names)
+            raise UserError(f"sweep: baseline {self.baseline!r} is not an arm; {way_out}")
         seeds = tuple(range(self.seeds)) if isinstance(self.seeds, int) else tuple(self.seeds)
         valid = seeds and all(type(seed) is int and seed >= 0 for seed in seeds)
         if not valid or len(set(seeds)) < len(seeds):
-            raise UserError(
-                f"sweep: seeds: {self.seeds!r}; set a positive number or a list of distinct seeds"
-            )
+            way_out = "set a positive number or a list of distinct seeds"
+            raise UserError(f"sweep: seeds: {self.seeds!r}; {way_out}")
         if any("seed" in point.changes for point in self.grid.points):
-            raise UserError(
-                "sweep: 'seed' varies in the grid; use Sweep(..., seeds=N), the same for all arms"
-            )
+            way_out = "use Sweep(..., seeds=N), the same for all arms"
+            raise UserError(f"sweep: 'seed' varies in the grid; {way_out}")
         if self.match not in ("", "parameters", "flops", "time"):
-            raise UserError(
-                f"sweep: match: {self.match!r}; "
-                f"{nearest(self.match, ('parameters', 'flops', 'time'))}"
-            )
+            way_out = nearest(self.match, ("parameters", "flops", "time"))
+            raise UserError(f"sweep: match: {self.match!r}; {way_out}")
         if not isinstance(self.controls, Mapping):
             raise UserError(f"sweep: controls: {self.controls!r}; set a dict, {{'ARM': 'reason'}}")
         for arm in self.controls:
@@ -267,13 +253,11 @@ class Sweep:
         object.__setattr__(self, "tune", numbers)
         for number in numbers:
             if not isinstance(number, Tuned):
-                raise UserError(
-                    f"sweep: tune: {number!r}; set tuned(FIELD, LOW, HIGH), or several of them"
-                )
+                way_out = "set tuned(FIELD, LOW, HIGH), or several of them"
+                raise UserError(f"sweep: tune: {number!r}; {way_out}")
             if number.field in self.fields:
-                raise UserError(
-                    f"sweep: tune: {number.field!r} also varies in the grid; remove it from one"
-                )
+                way_out = "remove it from one"
+                raise UserError(f"sweep: tune: {number.field!r} also varies in the grid; {way_out}")
         if len({number.field for number in numbers}) < len(numbers) or len(numbers) > 3:
             raise UserError(f"sweep: tune: {len(numbers)} numbers; set up to three different ones")
         if type(self.tune_seeds) is not int or self.tune_seeds < 1:
@@ -312,9 +296,8 @@ def _joined(points: Iterable[Point]) -> Point:
     for point in points:
         names.append(point.name)
         if repeated := changes.keys() & point.changes.keys():
-            raise UserError(
-                f"sweep: {repeated.pop()!r} is set twice in one arm ({'-'.join(names)})"
-            )
+            arm = "-".join(names)
+            raise UserError(f"sweep: {repeated.pop()!r} is set twice in one arm ({arm})")
         changes |= point.changes
         called |= point.called
     return Point("-".join(names), changes, called)

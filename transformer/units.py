@@ -5,15 +5,13 @@ import math
 from transformer.errors import UserError
 from transformer.evaluation.evaluators import EVALUATORS, Kind
 
+_LOSSES = ("loss", "loss_with", "loss_by_position", "extrapolation", "extrapolation_sliding")
+
 KINDS = {
-    **dict.fromkeys(
-        ("loss", "loss_with", "loss_by_position", "extrapolation", "extrapolation_sliding"),
-        Kind("nats per token", False, True),
-    ),
+    **dict.fromkeys(_LOSSES, Kind("nats per token", False, True)),
     "perplexity": Kind("per token", False, True),
-    "accuracy": Kind("of tokens", True, True),
-    "agrees": Kind("of tokens", True, True),
-    "tokens": Kind("of tokens", True, True),  # of synthetic tasks: probe/tokens
+    # "tokens" is of synthetic tasks: probe/tokens
+    **dict.fromkeys(("accuracy", "agrees", "tokens"), Kind("of tokens", True, True)),
     "bits_per_byte": Kind("bits per byte", False, False),
     "word_perplexity": Kind("per word", False, False),
     "exact": Kind("of answers", True, False),
@@ -32,17 +30,12 @@ OF_LABELS = {
 }
 """The kinds that apply instead if no tokens are predicted, as by a classifier."""
 
-
 BOUNDS = {
     **dict.fromkeys(
-        ("loss", "loss_with", "loss_by_position", "extrapolation", "extrapolation_sliding", "kl",
-         "perplexity", "bits_per_byte", "word_perplexity", "context", "entropy", "distance",
-         "gradient", "stream", "branch", "update"),
-        (0.0, math.inf),
-    ),
+        (*_LOSSES, "kl", "perplexity", "bits_per_byte", "word_perplexity", "context", "entropy",
+         "distance", "gradient", "stream", "branch", "update"), (0.0, math.inf)),
     **dict.fromkeys(
-        ("accuracy", "agrees", "tokens", "exact", "sink", "previous", "induction"), (0.0, 1.0)
-    ),
+        ("accuracy", "agrees", "tokens", "exact", "sink", "previous", "induction"), (0.0, 1.0)),
     **dict.fromkeys(("bleu", "bleu_one_reference", "bleu_by_length"), (0.0, 100.0)),
     **dict.fromkeys(("chrf", "chrf_one_reference"), (0.0, 100.0)),
 }  # fmt: skip
@@ -76,9 +69,7 @@ def higher_is_better(metric: str, declared: bool | None) -> bool:
     """Returns the declared direction, or that of the metric's name. Raises UserError if unknown."""
     metric_kind = kind(metric)
     if declared is None and metric_kind is None:
-        raise UserError(
-            f"sweep: metric {metric!r}: its direction is unknown; set Sweep(..., "
-            "higher_is_better=True) or False, or pass --higher-is-better or --lower-is-better to "
-            "compare"
-        )
+        file = "set Sweep(..., higher_is_better=True) or False"
+        way_out = f"{file}, or pass --higher-is-better or --lower-is-better to compare"
+        raise UserError(f"sweep: metric {metric!r}: its direction is unknown; {way_out}")
     return metric_kind.higher if declared is None else declared

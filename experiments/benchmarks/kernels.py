@@ -20,12 +20,15 @@ import os
 import tempfile
 from pathlib import Path
 
-from transformer.planning.bundles import UNITS, Block, KernelSchedule, dump_flags, read
+from transformer.planning.bundles import UNITS, KernelSchedule, dump_flags, head_cycles, read
 
 T, H, TILE = 8192, 128, 512
 """Tokens, head size, and queries and keys per tile."""
 
 SCHEMES = ("none", "fixed", "learned", "shaw", "transformer_xl", "deberta")
+
+NEAR = ("shaw", "deberta")
+"""Schemes whose tables are constant from a distance on: tiles beyond it need no tables."""
 
 
 def compile_kernels(chip: str, scheme: str) -> None:
@@ -65,36 +68,20 @@ def compile_kernels(chip: str, scheme: str) -> None:
     jax.jit(run).lower(*args, of_query, of_query, x).compile()
 
 
-def cycles(schedule: KernelSchedule) -> dict[str, float]:
+def cycles(schedule: KernelSchedule, scheme: str) -> dict[str, float]:
     """Returns the cycles of a whole head, those of a tile, and those that each unit needs for it.
 
-    A kernel is a loop over blocks. In it, one conditional part has the loop over tiles, whose
-    conditional parts are a tile with a mask and one without. Shaw's and DeBERTa's tables are
-    constant from a distance on. Then these two are the tiles without tables; the first part is a
-    tile with tables, which occurs on the diagonal and next to it, and its cycles are returned. The
-    other parts are executed once per head: they build or sum a bias table, in a loop over 128 of
-    its rows, or clear or write sums.
+    The kernels of the schemes in NEAR have a third kind of tile: one with tables, which occurs on
+    the diagonal and next to it. For these, the cycles of that tile are returned.
     """
-    (grid,) = schedule.kernel.inner
-    (body,) = grid.inner
-    has_products = lambda block: bool(
-        schedule.busy(block, "MXU") or any(map(has_products, block.inner))
-    )
-    (tile_loop,) = next(part for part in body.inner if has_products(part)).inner
-    *near, masked, full = tile_loop.inner
     blocks, chunks = T // TILE, (T + 2 * TILE - 128 - 128) // 128
     tiles = blocks * (blocks + 1) // 2
-    tile, first, others = (near[0], near[0], 2 * blocks - 1) if near else (full, masked, blocks)
-
-    def once(part: Block) -> int:
-        return part.own + sum(loop.own * chunks for loop in part.inner)
-
-    total = blocks * (grid.own + body.own) + sum(
-        once(part) for part in body.inner if not has_products(part)
-    )
-    total += others * first.own + (tiles - others) * full.own + tiles * tile_loop.own
+    near = 2 * blocks - 1
+    counts = (near, 0, tiles - near) if scheme in NEAR else (blocks, tiles - blocks)
+    kinds, of_sequence, of_head = head_cycles(schedule, blocks, chunks, *counts)
+    tile = kinds[0 if scheme in NEAR else -1]
     units = {unit: schedule.busy(tile, unit) for unit in UNITS}
-    return {"head": total, "tile": tile.own, **units}
+    return {"head": of_sequence + of_head, "tile": tile.own, **units}
 
 
 def measure(chip: str, scheme: str) -> dict[str, dict[str, float]]:
@@ -113,9 +100,8 @@ def measure(chip: str, scheme: str) -> dict[str, dict[str, float]]:
                 os._exit(status)
         if os.waitpid(process, 0)[1]:
             raise SystemExit(f"the compiler failed for {chip} with {scheme!r}")
-        return {
-            name: cycles(read(Path(folder), f"flash_{name}")) for name in ("forward", "backward")
-        }
+        schedules = {name: read(Path(folder), f"flash_{name}") for name in ("forward", "backward")}
+        return {name: cycles(schedule, scheme) for name, schedule in schedules.items()}
 
 
 def main() -> None:

@@ -92,8 +92,7 @@ def measure(config, whole, runs: int, trials: int) -> tuple[float, float]:
     import jax
     import numpy as np
     from flax import linen as nn
-    from jax.sharding import NamedSharding
-    from jax.sharding import PartitionSpec as P
+    from jax.sharding import NamedSharding, PartitionSpec as P
 
     from transformer.config import MeshConfig
     from transformer.lab.together import make_step, runs_mesh

@@ -11,15 +11,13 @@ import numpy as np
 import pytest
 from conftest import model_fields
 from faults.checkpoints import CheckpointSubject, harms
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 from transformer.config import Experiment, MeshConfig
 from transformer.errors import UserError
 from transformer.mapping import from_mapping
 from transformer.parallel.mesh import make_mesh
-from transformer.runs import checkpoint
-from transformer.runs import fingerprint as fingerprint_module
+from transformer.runs import checkpoint, fingerprint as fingerprint_module
 from transformer.runs.checkpoint import Checkpoints
 from transformer.runs.checkpoint_record import Damaged, Record
 from transformer.runs.fingerprint import fingerprints

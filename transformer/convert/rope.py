@@ -9,7 +9,7 @@ from transformer.convert.fields import Field, Fields, field, needed, optional, p
 from transformer.errors import UserError
 from transformer.model.config import ModelConfig
 
-FIELDS = {
+ROPE = {
     "rope_parameters": optional(dict),
     "rope_scaling": optional(dict),
     "rope_theta": positive(10_000.0),

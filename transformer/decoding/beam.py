@@ -14,8 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import linen as nn
-from flax import struct
+from flax import linen as nn, struct
 
 from transformer.decoding.config import check_numbers
 from transformer.decoding.ending import Ending
@@ -71,14 +70,8 @@ def _grow(
     live_logp, best = jax.lax.top_k(jnp.where(ends, NEVER, real_logp), k)
     pick = lambda x: jnp.take_along_axis(x, best.reshape(best.shape + (1,) * (x.ndim - 2)), axis=1)
     keep = lambda new, old: jnp.where(open_B.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
-    grown = dataclasses.replace(
-        beams,
-        step=beams.step + 1,
-        live_BxKxL=keep(pick(text), beams.live_BxKxL),
-        live_logp_BxK=keep(live_logp, beams.live_logp_BxK),
-        ended_BxKxL=ended,
-        ended_score_BxK=ended_score,
-    )
+    live = keep(pick(text), beams.live_BxKxL), keep(live_logp, beams.live_logp_BxK)
+    grown = Beams(beams.step + 1, *live, ended, ended_score, beams.memory)
     return grown, pick(from_beam), pick(token)
 
 

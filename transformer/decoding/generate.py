@@ -8,8 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 from transformer.data.tokenizer_base import Tokenizer
 from transformer.decoding.beam import beam_search
@@ -139,14 +138,12 @@ class Generator:
 
     def _decode(self, params, inputs, real, limits, numbers, *, max_new: int) -> jax.Array:
         decoding: DecodingConfig = self.config.decoding
-        source = inputs if self._translates else None
+        source, prompt = inputs if self._translates else None, inputs
         masks = {"prompt_mask_BxP": real}
-        prompt = inputs
         if self._translates:  # the start token is real, even if it is the pad token
             prompt = jnp.full((inputs.shape[0], 1), self.tokenizer.bos, jnp.int32)
             masks = {"prompt_mask_BxP": jnp.ones_like(prompt, bool), "source_mask_BxS": real}
-        eos_ids = self.config.model.eos_ids or (self.tokenizer.eos,)
-        pad = self.tokenizer.pad
+        eos_ids, pad = self.config.model.eos_ids or (self.tokenizer.eos,), self.tokenizer.pad
         # A pad token within a text could not be distinguished from its end.
         suppressed = () if pad in eos_ids else (pad,)
         shared = {"max_new": max_new, "source_BxS": source, **masks}

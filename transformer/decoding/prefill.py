@@ -8,8 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import linen as nn
-from flax import struct
+from flax import linen as nn, struct
 
 from transformer.errors import UserError
 from transformer.model.cache import Cache
@@ -84,11 +83,8 @@ def prefill(
     if real is not None and np.any(np.diff(real.astype(np.int8), axis=1) < 0):
         raise UserError("prompt_mask: padding after a real token; pad prompts on the left")
     real_BxP = jnp.broadcast_to(real_BxP, prompt_BxP.shape)
-    options = {
-        "positions": jnp.maximum(jnp.cumsum(real_BxP, axis=1) - 1, 0),
-        "segment_ids": real_BxP.astype(jnp.int32),
-        "order": "contiguous",
-    }
+    options = {"segment_ids": real_BxP.astype(jnp.int32), "order": "contiguous"}
+    options["positions"] = jnp.maximum(jnp.cumsum(real_BxP, axis=1) - 1, 0)
     if model.config.prefix_lm:
         options["prefix_mask"] = real_BxP
     options |= {"last_only": True, "method": "decode"}

@@ -104,7 +104,6 @@ def _continue(draw, read, ending: Ending, limits_B, max_new: int, logits_BxV, me
 
 
 def _draw(keys_B, ending: Ending, temperature, top_k, top_p, logits_BxV, step) -> jax.Array:
-    """Returns the next token of each sequence, int32[B]."""
     logits_BxV = ending.suppress(logits_BxV, -jnp.inf)
     if temperature == 0.0:
         return most_likely(logits_BxV)

@@ -17,7 +17,5 @@ def measure(subject: Subject, snapshot: Snapshot, in_training: bool) -> dict[str
 def measures(specs, metric: str):
     """Returns the evaluator that yields a metric such as test/context/000128, or None."""
     part = f"{metric}/".split("/")[1]
-    for evaluator in map(EVALUATORS.build, specs):
-        if part in (evaluator.name, *evaluator.metric_prefixes):
-            return evaluator
-    return None
+    evaluators = map(EVALUATORS.build, specs)
+    return next((x for x in evaluators if part in (x.name, *x.metric_prefixes)), None)

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from transformer.files import write_atomic
-from transformer.lab import effects, figures, page, report_scaling, results
-from transformer.lab import report_tables as tables
+from transformer.lab import effects, figures, page, report_scaling, report_tables as tables, results
 from transformer.lab.page import Section
 from transformer.lab.report_about import about, provenance, reproduction_commands, study_of
 from transformer.lab.report_tuning import Tuning

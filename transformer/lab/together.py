@@ -17,8 +17,7 @@ from pathlib import Path
 import jax
 import numpy as np
 from flax import linen as nn
-from jax.sharding import AxisType, Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 from transformer.config import Experiment, MeshConfig
 from transformer.files import disk_errors

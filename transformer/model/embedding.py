@@ -6,8 +6,7 @@ Y token types.
 
 import jax
 import jax.numpy as jnp
-from flax import linen as nn
-from flax import struct
+from flax import linen as nn, struct
 
 from transformer.model.activations import ACTIVATIONS, soft_cap
 from transformer.model.config import ModelConfig

@@ -4,8 +4,7 @@ Shape suffixes: B batch, T length.
 """
 
 import jax
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from transformer.model import positions
 from transformer.model.config import ModelConfig
@@ -19,12 +18,9 @@ def order_of(config: ModelConfig, mesh: Mesh) -> str:
     Zigzag order gives all devices the same work under a causal mask. It is used where the mesh
     shards sequences and the position schemes' scores depend on the query and the key alone.
     """
-    if (
-        mesh.shape["context"] == 1
-        or "decoder" not in config.sides
-        or config.num_labels
-        or any(mixer.in_order for mixer in config.mixers_of())
-    ):
+    decodes = "decoder" in config.sides and not config.num_labels
+    in_order = any(mixer.in_order for mixer in config.mixers_of())
+    if mesh.shape["context"] == 1 or not decodes or in_order:
         return "contiguous"
     pairwise = all(positions.build(layer.position).pairwise for layer in config.layers("decoder"))
     return "zigzag" if pairwise and not config.prefix_lm else "contiguous"

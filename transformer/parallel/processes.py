@@ -146,7 +146,6 @@ def _seconds(name: str, default: float) -> float:
 
 
 def _from_variables() -> tuple[str, int, int, None] | None:
-    """Returns the settings in the three variables, or None if none of these is set."""
     names = ("TRANSFORMER_COORDINATOR", "TRANSFORMER_PROCESSES", "TRANSFORMER_PROCESS")
     values = [os.environ.get(name, "") for name in names]
     if not any(values):
@@ -167,7 +166,6 @@ def _from_variables() -> tuple[str, int, int, None] | None:
 
 
 def _from_cluster() -> tuple[str, int, int, list[int] | None] | None:
-    """Returns the settings that JAX detects in a cluster, or None outside of one."""
     several = (
         int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1
         or int(os.environ.get("OMPI_COMM_WORLD_SIZE", 1)) > 1
@@ -226,10 +224,9 @@ def _connect(coordinator: str, count: int, index: int, wait: float) -> dict[int,
         missing = [str(i) for i in range(count) if i not in hosts]
         noun = "process" if len(missing) == 1 else "processes"
         present = ", ".join(f"{i} ({hostname})" for i, hostname in sorted(hosts.items()))
-        problem = TemporaryError(
-            f"{noun} {', '.join(missing)} of {count} did not connect within {wait:.0f} s; "
-            f"connected: {present}; see the logs of the missing processes"
-        )
+        late = f"{noun} {', '.join(missing)} of {count} did not connect within {wait:.0f} s"
+        way_out = "see the logs of the missing processes"
+        problem = TemporaryError(f"{late}; connected: {present}; {way_out}")
         _reply(connections.values(), problem if missing else None)
     if missing:
         raise problem
@@ -247,7 +244,6 @@ def _reply(connections: Iterable[socket.socket], problem: UserError | None) -> N
 
 
 def _connect_to_first(host: str, port: int, index: int, count: int, deadline: float, wait: float):
-    """Connects to process 0, and returns the connection once all processes have arrived."""
     while True:
         try:
             remaining = max(deadline - time.monotonic(), 0.1)
@@ -325,7 +321,6 @@ def stop_agreed(stop_requested: bool, step: int, run: int) -> bool:
 
 
 def _agreed_step(key: str) -> int:
-    """Returns the agreed step, or 0 if there is none."""
     try:
         return int(_service().key_value_try_get(key))
     except jax.errors.JaxRuntimeError:

@@ -14,26 +14,15 @@ import math
 import jax
 import numpy as np
 from flax.core import meta
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from transformer.errors import UserError, nearest
 
 RULES: tuple[tuple[str, str | tuple[str, ...] | None], ...] = (
     # parameters
-    ("vocab", "tensor"),
-    ("embed", "fsdp"),
-    ("heads", "tensor"),
-    ("kv_heads", "tensor"),
-    ("head", None),
-    ("ff", "tensor"),
-    ("layers", "stage"),
-    ("rounds", None),
-    ("expert", "expert"),
-    ("positions", None),
-    ("buckets", None),
-    ("norm", None),
-    ("transform", "tensor"),
+    ("vocab", "tensor"), ("heads", "tensor"), ("kv_heads", "tensor"), ("ff", "tensor"),
+    ("transform", "tensor"), ("embed", "fsdp"), ("layers", "stage"), ("expert", "expert"),
+    ("head", None), ("rounds", None), ("positions", None), ("buckets", None), ("norm", None),
     # activations
     ("batch", ("data", "stage", "fsdp", "expert")),
     ("length", "context"),
@@ -41,11 +30,9 @@ RULES: tuple[tuple[str, str | tuple[str, ...] | None], ...] = (
     ("stream", ("context", "tensor")),
     ("expert_batch", ("data", "stage", "fsdp")),  # sequences dispatched to their experts
     ("capacity", None),  # the capacity slots of experts
+    ("activation_heads", "tensor"), ("activation_ff", "tensor"), ("activation_vocab", "tensor"),
     ("activation_embed", None),
-    ("activation_heads", "tensor"),
-    ("activation_ff", "tensor"),
-    ("activation_vocab", "tensor"),
-)
+)  # fmt: skip
 
 BATCH_AXES = dict(RULES)["batch"]
 """The mesh axes that shard the batch."""
@@ -90,9 +77,8 @@ class Share:
             shape = (size * self.parts, *x.shape[1:])
             # The start of a part in the global batch -> its start in this process's
             local_starts = {part * size: n * size for n, part in enumerate(self.here)}
-            return jax.make_array_from_callback(
-                shape, sharding, lambda index: x[local_starts[index[0].start or 0] :][:size]
-            )
+            read = lambda index: x[local_starts[index[0].start or 0] :][:size]
+            return jax.make_array_from_callback(shape, sharding, read)
 
         return {name: to_global(x) for name, x in batch.items()}
 

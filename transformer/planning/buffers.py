@@ -88,6 +88,5 @@ def largest(program: HloProgram, max_arrays: int = 8) -> list[tuple[float, str, 
 
 
 def _both_passes(computation: Computation) -> bool:
-    """Returns whether it contains instructions of both the forward and the backward pass."""
     passes = {"transpose(" in op.source for op in computation.values() if "jvp(" in op.source}
     return len(passes) == 2

@@ -109,31 +109,31 @@ def read(folder: Path, kernel: str) -> KernelSchedule:
 
 
 def head_cycles(
-    schedule: KernelSchedule, blocks: int, chunks: int, masked_tiles: int, full_tiles: int
-) -> tuple[Block, int, int]:
-    """Returns the block of a full tile, the cycles of a head's sequence, and those of a head.
+    schedule: KernelSchedule, blocks: int, chunks: int, *counts: int
+) -> tuple[list[Block], int, int]:
+    """Returns the blocks of the kinds of tiles, the cycles of a head's sequence, and of a head.
 
     A kernel is a loop over `blocks`. In it, one conditional part has the loop over tiles, whose
-    conditional parts are a tile with a mask and one without. The other parts are executed once:
-    those with a loop, which build or sum a bias table in `chunks` of 128 of its rows, for a head;
-    those that clear or write sums, for each of its sequences. Raises ValueError for other loops.
+    conditional parts are a tile with a mask and one without, `counts` of each. Tables that are
+    constant from a distance on have a third: a tile with tables, the first of the three. The other
+    parts are executed once: those with a loop, which build or sum a bias table in `chunks` of 128
+    of its rows, for a head; those that clear or write sums, for each of its sequences. Raises
+    ValueError for other loops and kinds of tiles.
     """
     (grid,) = schedule.kernel.inner
     (body,) = grid.inner
-    has_products = lambda block: bool(
-        schedule.busy(block, "MXU") or any(map(has_products, block.inner))
-    )
-    (with_tiles,) = (part for part in body.inner if has_products(part))
+    products = lambda block: bool(schedule.busy(block, "MXU") or any(map(products, block.inner)))
+    (with_tiles,) = filter(products, body.inner)
     (tile_loop,) = with_tiles.inner
-    masked, full = tile_loop.inner
-    once = [part for part in body.inner if not has_products(part)]
+    once = [part for part in body.inner if not products(part)]
     loops = [loop for part in once for loop in part.inner]
-    if masked.inner or full.inner or any(x.inner or not chunks for x in loops):
+    if any(x.inner for x in (*tile_loop.inner, *loops)) or (loops and not chunks):
         raise ValueError("there are other loops than those over tiles and chunks")
     of_head = sum(x.own + chunks * sum(y.own for y in x.inner) for x in once if x.inner)
     total = blocks * (grid.own + body.own) + sum(part.own for part in once if not part.inner)
-    total += masked_tiles * masked.own + full_tiles * full.own
-    return full, total + (masked_tiles + full_tiles) * tile_loop.own, of_head
+    for count, tile in zip(counts, tile_loop.inner, strict=True):
+        total += count * (tile_loop.own + tile.own)
+    return tile_loop.inner, total, of_head
 
 
 def _blocks(text: str) -> list[tuple[int, int, bool]]:
@@ -156,7 +156,6 @@ def _blocks(text: str) -> list[tuple[int, int, bool]]:
 
 
 def _insert(parent: Block, block: Block) -> None:
-    """Adds a block to the innermost block that contains it."""
     for inner in parent.inner:
         if inner.start <= block.start and block.end <= inner.end:
             return _insert(inner, block)

@@ -43,18 +43,14 @@ _DCN = 6.25e9  # 200 Gbit/s per host of four chips
 
 # fmt: off
 CHIPS = {
-    "v4": Chip(
-        "TPU v4", 275e12, 32 * GIB, 1.228e12, 45e9, _DCN, axes=3, cores=2, pod=(4096, 16),
-        mxu=128, mode="megacore",
-    ),
+    "v4": Chip("TPU v4", 275e12, 32 * GIB, 1.228e12, 45e9, _DCN, axes=3, cores=2, pod=(4096, 16),
+               mxu=128, mode="megacore"),
     "v5e": Chip("TPU v5e", 197e12, 16 * GIB, 0.819e12, 45e9, _DCN, axes=2, pod=(256, 16), mxu=128),
-    "v5p": Chip(
-        "TPU v5p", 459e12, 95 * GIB, 2.765e12, 90e9, _DCN, axes=3, cores=2, pod=(8960, 28), mxu=128
-    ),
+    "v5p": Chip("TPU v5p", 459e12, 95 * GIB, 2.765e12, 90e9, _DCN, axes=3, cores=2, pod=(8960, 28),
+                mxu=128),
     "v6e": Chip("TPU v6e", 918e12, 32 * GIB, 1.64e12, 90e9, _DCN, axes=2, pod=(256, 16), mxu=256),
-    "tpu7x": Chip(
-        "TPU7x", 2307e12, 192 * GIB, 7.37e12, 90e9, _DCN, axes=3, devices=2, cores=2, pod=(9216, 36)
-    ),
+    "tpu7x": Chip("TPU7x", 2307e12, 192 * GIB, 7.37e12, 90e9, _DCN, axes=3, devices=2, cores=2,
+                  pod=(9216, 36)),
     "a100": Chip("A100 80 GB", 312e12, 80e9, 2.039e12, 300e9, 25e9),
     "h100": Chip("H100 SXM", 989e12, 80e9, 3.35e12, 450e9, 50e9),
     "h200": Chip("H200 SXM", 989e12, 141e9, 4.8e12, 450e9, 50e9),

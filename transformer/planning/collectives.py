@@ -60,18 +60,14 @@ def collectives(program: HloProgram) -> list[Collective]:
 
 
 def _writes_a_part(op: Instruction, program: HloProgram) -> bool:
-    """Returns whether an instruction writes an array into a larger one."""
     inner = program.computations.get(op.called("calls") or "") if op.opcode == "fusion" else None
     root = next((inner_op for inner_op in inner.values() if inner_op.root), op) if inner else op
     return root.opcode in ("dynamic-update-slice", "pad")
 
 
 def _starts(op: Instruction, computation: Computation) -> bool:
-    """Returns whether an asynchronous collective starts with this instruction."""
-    return any(
-        op.name in user.operands and 'custom_call_target="AsyncCollectiveStart"' in user.attributes
-        for user in computation.values()
-    )
+    start = 'custom_call_target="AsyncCollectiveStart"'
+    return any(op.name in x.operands and start in x.attributes for x in computation.values())
 
 
 def _scatters(op: Instruction, computation: Computation) -> bool:
@@ -83,7 +79,6 @@ def _scatters(op: Instruction, computation: Computation) -> bool:
 
 
 def _groups(op: Instruction) -> np.ndarray:
-    """Returns the groups of devices as int[groups, devices per group]."""
     text, numbers = op.attributes, lambda s: [int(n) for n in s.split(",")]
     if match := re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", text):
         pairs = re.findall(r"\{(\d+,\d+)\}", match.group(1))

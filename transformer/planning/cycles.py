@@ -44,7 +44,6 @@ def tile_counts(scope: str, T: int, S: int) -> tuple[int, int]:
 
 
 def _analyze(equation, scope: str, device, folder: Path) -> KernelCycles:
-    """Compiles the kernel of a traced call and reads its schedule from the folder."""
     placed, name = jax.sharding.SingleDeviceSharding(device), equation.params["name"]
     shapes = [(x.aval.shape, x.aval.dtype) for x in equation.invars]
     args = [jax.ShapeDtypeStruct(*shape, sharding=placed) for shape in shapes]
@@ -61,7 +60,7 @@ def _analyze(equation, scope: str, device, folder: Path) -> KernelCycles:
     jax.jit(run).lower(*args).compile()
     try:
         schedule, blocks = read(folder, name), equation.params["grid_mapping"].grid[-1]
-        tile, of_sequence, of_head = head_cycles(schedule, blocks, chunks, masked, full)
+        (_, tile), of_sequence, of_head = head_cycles(schedule, blocks, chunks, masked, full)
     except ValueError:  # other loops, or no schedule
         return kernel
     return dataclasses.replace(

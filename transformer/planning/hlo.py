@@ -162,7 +162,6 @@ def _increment(body: Computation, name: str, index: int) -> int | None:
 
 
 def _parse(line: str) -> Instruction | None:
-    """Parses one line of a computation; None if it is not an instruction."""
     match = re.match(r"\s+(ROOT )?%?([\w.\-]+) = ", line)
     if not match:
         return None

@@ -41,9 +41,8 @@ def _attention(part: str, op: Instruction) -> KernelWork:
     The forward pass computes 2 products over queries and keys, and the backward pass 5. Those with
     a position scheme's tables are not counted.
     """
-    (*heads, queries, size), (*_, keys, _), (*_, d_value) = [
-        dims for _, dims in _operands(op) if len(dims) > 2
-    ][:3]
+    arrays = [dims for _, dims in _operands(op) if len(dims) > 2]
+    (*heads, queries, size), (*_, keys, _), (*_, d_value) = arrays[:3]
     share = allowed_share(op.source, tile_size(queries))
     # Width d_head: q k, and the gradients of q and k. Width d_value: w v, and the gradients of w
     # and v.

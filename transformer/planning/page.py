@@ -8,6 +8,8 @@ from transformer.planning.buffers import largest
 from transformer.planning.plan import Part, Plan, name_of
 from transformer.planning.roofline import Roofline
 
+_STATE = "parameters, optimizer and gradients"
+
 
 def compare(plans: dict[str, Plan]) -> str:
     """Returns a table of the training steps of several experiments."""
@@ -25,9 +27,8 @@ def compare(plans: dict[str, Plan]) -> str:
         flops = human_count(plan.model_flops / plan.tokens)
         cost = f"{plan.kernel_cycles / base:.3f}" if base and plan.kernel_cycles else ""
         cost = cost or ("not analyzed" if plan.kernels else "none")
-        rows.append(
-            [name, f"{plan.parameters:,}", flops, peak, *least, backends, *[cost] * counted]
-        )
+        cells = [name, f"{plan.parameters:,}", flops, peak, *least, backends]
+        rows.append([*cells, *[cost] * counted])
     note = "kernels: cycles of the attention kernels, relative to the arm without positions"
     return "\n".join(table(rows) + ["", f"{note}, or else the first"] * counted) + "\n"
 
@@ -59,27 +60,20 @@ def remedies(plan: Plan) -> list[str]:
     needed = held + parameters  # with gradients
     if needed > 0.8 * room:
         if mesh["data"] > 1:
-            changes.append(
-                f"mesh.fsdp={mesh['fsdp'] * mesh['data']} mesh.data=1: shards parameters, "
-                f"optimizer and gradients over {mesh['data']} times as many devices, "
-                f"{format_bytes(needed / mesh['data'])} instead of {format_bytes(needed)} each"
-            )
+            flags = f"mesh.fsdp={mesh['fsdp'] * mesh['data']} mesh.data=1"
+            devices = f"over {mesh['data']} times as many devices"
+            sizes = f"{format_bytes(needed / mesh['data'])} instead of {format_bytes(needed)} each"
+            changes.append(f"{flags}: shards {_STATE} {devices}, {sizes}")
         if config.optimizer.rule.name == "adamw":
-            changes.append(
-                "optimizer.name=adafactor: avoids AdamW's two moments, which saves about "
-                f"{format_bytes(2 * parameters)} per device"
-            )
-        devices_per_replica = plan.topology.devices // mesh["data"]
-        changes.append(
-            f"{math.ceil(needed / (0.7 * room)) * devices_per_replica} devices or more, with "
-            "mesh.fsdp over all, which leaves 30% of their memory for everything else: "
-            f"parameters, optimizer and gradients alone take {format_bytes(needed)} of "
-            f"{format_bytes(room)} per device"
-        )
+            saved = f"which saves about {format_bytes(2 * parameters)} per device"
+            changes.append(f"optimizer.name=adafactor: avoids AdamW's two moments, {saved}")
+        number = math.ceil(needed / (0.7 * room)) * (plan.topology.devices // mesh["data"])
+        rest = "mesh.fsdp over all, which leaves 30% of their memory for everything else"
+        alone = f"{_STATE} alone take {format_bytes(needed)} of {format_bytes(room)} per device"
+        changes.append(f"{number} devices or more, with {rest}: {alone}")
     if config.model.remat != "full":
-        changes.append(
-            "model.remat=full: keeps only the residual stream between layers for the backward pass"
-        )
+        stream = "the residual stream between layers"
+        changes.append(f"model.remat=full: keeps only {stream} for the backward pass")
     replicas = math.prod(mesh[axis] for axis in ("data", "stage", "fsdp", "expert"))
     sequences = config.data.batch_size // replicas
     larger = range(config.train.accumulate + 1, sequences + 1)
@@ -87,10 +81,8 @@ def remedies(plan: Plan) -> list[str]:
         counts = f"{divisors[0]} (up to {divisors[-1]})"
         changes.append(f"train.accumulate={counts}: uses smaller micro-batches")
     if mesh["tensor"] == 1 and config.model.kv_heads % 2 == 0:
-        changes.append(
-            "mesh.tensor=2: shards heads, d_ff, vocabulary and, between sublayers, "
-            "the residual stream over two devices"
-        )
+        sharded = "heads, d_ff, vocabulary and, between sublayers, the residual stream"
+        changes.append(f"mesh.tensor=2: shards {sharded} over two devices")
     changes.append("mesh.context=2: shards sequences over two devices")
     return changes
 
@@ -114,10 +106,8 @@ def page(plan: Plan) -> str:
     if plan.parts.keys() & {"prefill", "decode"}:
         length = config.model.max_length
         sequences = config.decoding.batch_size * config.decoding.beam_size
-        lines.append(
-            f"decoding    {count(sequences, 'sequence')}, prompts of {max(length // 2, 1):,} "
-            f"tokens, a cache of {length:,}"
-        )
+        prompts = f"prompts of {max(length // 2, 1):,} tokens, a cache of {length:,}"
+        lines.append(f"decoding    {count(sequences, 'sequence')}, {prompts}")
     lines += _attention(plan)
     compiled = {name: part.compiled for name, part in plan.parts.items() if part.compiled}
     durations = [f"{x.seconds:.0f} s for {name}" for name, x in compiled.items()]
@@ -139,7 +129,6 @@ def page(plan: Plan) -> str:
 
 
 def _attention(plan: Plan) -> list[str]:
-    """Returns lines with the attention backend of each program, and why no other is used."""
     programs: dict[str, list[str]] = {}
     for name, part in plan.parts.items():
         for backend, why in part.compiled.attention.items() if part.compiled else ():
@@ -152,8 +141,7 @@ def _memory(plan: Plan) -> list[str]:
     kinds = dict.fromkeys(kind for part in plan.parts.values() for kind in part.memory)
     rows = [["memory per device", *plan.parts]]
     size = lambda part, kind: format_bytes(part.memory[kind]) if kind in part.memory else ""
-    for kind in kinds:
-        rows.append([f"  {kind}", *(size(part, kind) for part in plan.parts.values())])
+    rows += [[f"  {x}", *(size(part, x) for part in plan.parts.values())] for x in kinds]
 
     def share(part: Part) -> str:
         of_room = f" ({part.peak / plan.room:.0%})" if plan.room else ""
@@ -181,38 +169,28 @@ def _times(plan: Plan) -> list[str]:
         rows.append(["  bound by", *(part.roofline.bound for part in parts.values())])
     lines = table(rows)
     if not plan.topology.is_tpu:
-        lines.append(
-            "  HBM traffic is unknown; where it dominates, as in decoding, "
-            "these times are far too short"
-        )
+        where = "where it dominates, as in decoding, these times are far too short"
+        lines.append(f"  HBM traffic is unknown; {where}")
     if plan.config.model.dtype == "float32":
-        lines.append(
-            "  the compute rate is that of bfloat16, but model.dtype is float32, "
-            "whose products take longer"
-        )
+        slower = "model.dtype is float32, whose products take longer"
+        lines.append(f"  the compute rate is that of bfloat16, but {slower}")
     if plan.step and plan.step < 1e-3:
-        lines.append(
-            "  the latencies of programs and collectives are not included, and exceed this time"
-        )
+        latencies = "the latencies of programs and collectives"
+        lines.append(f"  {latencies} are not included, and exceed this time")
     if plan.step:
         rate, run, price = plan.tokens / plan.step, plan.run, ""
-        lines.append(
-            f"  MFU at most {plan.mfu:.1%}; {human_tokens(rate / plan.topology.chips)} tokens/s "
-            f"per chip, {human_tokens(rate * 86400)} tokens per day in total"
-        )
+        per_chip = f"{human_tokens(rate / plan.topology.chips)} tokens/s per chip"
+        per_day = f"{human_tokens(rate * 86400)} tokens per day in total"
+        lines.append(f"  MFU at most {plan.mfu:.1%}; {per_chip}, {per_day}")
         if "money" in run:
             price = f", price {_few(run['money'])} ({plan.price:g} per chip-hour)"
-        lines.append(
-            f"  run: at least {_duration(run['seconds'])}, {_few(run['chip_hours'])} chip-hours"
-            f"{price}, without evaluation and checkpoints"
-        )
+        least = f"{_duration(run['seconds'])}, {_few(run['chip_hours'])} chip-hours{price}"
+        lines.append(f"  run: at least {least}, without evaluation and checkpoints")
     if "decode" in parts and plan.topology.is_tpu:
         decoding, step = plan.config.decoding, parts["decode"].roofline.step
         beams = f" of {decoding.beam_size} beams" if decoding.beam_size > 1 else ""
-        lines.append(
-            f"  decoding: {human_tokens(decoding.batch_size / step)} tokens/s for "
-            f"{count(decoding.batch_size, 'sequence')}{beams}"
-        )
+        speed = f"{human_tokens(decoding.batch_size / step)} tokens/s"
+        lines.append(f"  decoding: {speed} for {count(decoding.batch_size, 'sequence')}{beams}")
     return lines
 
 
@@ -255,7 +233,6 @@ def _few(x: float) -> str:
 
 
 def _last(text: str, max_length: int) -> str:
-    """Returns the end of a long text, after an ellipsis."""
     return text if len(text) <= max_length else f"…{text[1 - max_length :]}"
 
 

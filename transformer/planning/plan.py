@@ -192,7 +192,6 @@ def make_plan(
 
 
 def _holdings(programs: Programs, name: str) -> dict[str, float]:
-    """Returns the bytes on a device before a program starts, by kind."""
     state = programs.state
     memory = {"parameters": local_bytes(state.params)}
     if name == "train":

@@ -17,8 +17,7 @@ from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 from transformer.config import Experiment
 from transformer.decoding.prefill import advance, prefill, unrolled
@@ -74,10 +73,9 @@ def start(topology: Topology) -> list:
             jax.config.update("jax_num_cpu_devices", topology.devices)
         devices = jax.devices()
         if len(devices) < topology.devices:
-            raise UserError(
-                f"--topology: {topology} has {topology.devices} devices, but this process has "
-                f"started with {len(devices)}; start another process"
-            )
+            problem = f"{topology} has {topology.devices} devices"
+            found = f"this process has started with {len(devices)}"
+            raise UserError(f"--topology: {problem}, but {found}; start another process")
         return devices[: topology.devices]
     if importlib.util.find_spec("libtpu") is None:
         way_out = "run pip install -e '.[tpu]' (no TPU is needed)"
@@ -143,7 +141,6 @@ class Programs:
 
     @staticmethod
     def _compiled(jitted, args):
-        """Returns (the compiled program, seconds of compilation)."""
         start = time.perf_counter()
         with _too_large():
             return jitted.lower(*args).compile(), time.perf_counter() - start
@@ -215,10 +212,8 @@ def _too_large() -> Iterator[None]:
         if "RESOURCE_EXHAUSTED" not in str(e) or not match:
             raise
         size = lambda number, unit: float(number) * 2 ** (10 * ("KMGT".index(unit) + 1))
-        buffers = re.findall(
-            r"Size: ([\d.]+)([KMGT])(?:.*\n)*?\s+"
-            r"(?:Operator: op_name=\"([^\"]*)\"(?:.*\n)*?\s+)?Shape: (\S+)",
-            str(e),
-        )
+        operator = r"(?:Operator: op_name=\"([^\"]*)\"(?:.*\n)*?\s+)?"
+        entry = rf"Size: ([\d.]+)([KMGT])(?:.*\n)*?\s+{operator}Shape: (\S+)"
+        buffers = re.findall(entry, str(e))
         buffers = [(size(*number), shape, source) for *number, source, shape in buffers]
         raise TooLarge(size(*match.groups()), buffers) from None

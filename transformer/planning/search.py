@@ -83,8 +83,7 @@ def search(
 def page(plans: list[Plan]) -> str:
     """Returns a table of the plans, and the flags of the best one."""
     priced = any(plan.price is not None for plan in plans)
-    price = ["price at least"] if priced else []
-    bounds = ["step at least", "bound by", "MFU at most", *price]
+    bounds = ["step at least", "bound by", "MFU at most", *["price at least"] * priced]
     rows = [["", "mesh, remat, micro-batches", "peak memory", *bounds]]
     for number, plan in enumerate(plans, 1):
         share = format_bytes(plan.train.peak)
@@ -96,8 +95,7 @@ def page(plans: list[Plan]) -> str:
         if priced:
             results.append(f"{plan.run['money']:,.2f}" if plan.fits and plan.step else "")
         rows.append([str(number), _describe(plan.config), share, *results])
-    lines = table(rows)
-    best = plans[0]
+    lines, best = table(rows), plans[0]
     if not best.fits:
         lines += ["", f"none of these fits; try --search={2 * len(plans)}, or more devices"]
     else:
@@ -120,7 +118,6 @@ def _meshes(config: Experiment, topology: Topology) -> Iterator[dict[str, int]]:
 
 
 def _with_layout(config: Experiment, mesh: dict, remat: str, times: int) -> Experiment | None:
-    """Returns the experiment with this layout, or None if its batch is not divisible."""
     accumulate = config.train.accumulate * times
     if config.data.batch_size % (accumulate * _replicas(mesh)):
         return None
@@ -152,11 +149,8 @@ def _tokens(config: Experiment, mesh: dict[str, int]) -> float:
 def _kept_bytes(config: Experiment, mesh: dict[str, int]) -> float:
     """Returns a lower bound of the bytes that the layers keep for the backward pass."""
     model = config.model
-    width = {
-        "none": 4 * model.d_model + 3 * model.ff_size,
-        "dots": 3 * model.d_model + 2 * model.ff_size,
-        "full": model.d_model,
-    }[model.remat]
+    streams, hidden = {"none": (4, 3), "dots": (3, 2), "full": (1, 0)}[model.remat]
+    width = streams * model.d_model + hidden * model.ff_size
     layers, size = max(map(model.num_layers, model.sides)), 2 if model.dtype == "bfloat16" else 4
     return layers * _tokens(config, mesh) * width * size / mesh["tensor"] / mesh["stage"]
 

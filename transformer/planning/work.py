@@ -93,7 +93,6 @@ def _fusion_traffic(op: Instruction, operands: list[Instruction], inner: Computa
 
 
 def _flops(op: Instruction, computation: Computation) -> float:
-    """Returns the multiplications and additions of a dot or a convolution, 0 for any other."""
     if op.opcode not in ("dot", "convolution") or len(op.operands) < 2:
         return 0.0
     left, right = (computation[name].arrays[0].dims for name in op.operands[:2])

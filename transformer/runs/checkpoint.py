@@ -104,7 +104,6 @@ class Checkpoints:
             self._manager.close()
 
     def _finish(self) -> None:
-        """Waits for the running save and raises its error if it failed."""
         self._manager.wait_until_finished()
         self._manager.check_for_errors()
 
@@ -142,10 +141,9 @@ class Checkpoints:
         """
         record = self._record(step)
         if record.arrays.keys() == {"params"}:
-            raise UserError(
-                f"{self.folder}: contains only converted parameters; start from them in another "
-                f"--workdir, with --config.train.init_from={self.folder.parent}"
-            )
+            option = f"--config.train.init_from={self.folder.parent}"
+            way_out = f"start from them in another --workdir, with {option}"
+            raise UserError(f"{self.folder}: contains only converted parameters; {way_out}")
         items = self._read(step, record, _items(abstract_of(record.layout)))
         self._intact.add(step)
         return TrainState(params=items["params"], ema=items.get("ema"), **items["rest"]), record
@@ -259,7 +257,6 @@ class Checkpoints:
         return None
 
     def _set_aside(self, step: int, why: str) -> None:
-        """Moves a damaged checkpoint out of this folder and reports it."""
         target = self._workdir / "damaged" / str(step)
         barrier(f"damaged checkpoint of step {step}")
         if is_first():
@@ -291,7 +288,6 @@ def _bytes(x) -> int:
 
 
 def _items(state: TrainState) -> dict:
-    """Returns the items of a checkpoint, each of which can be restored separately."""
     items = {"params": state.params, "rest": {"step": state.step, "opt_state": state.opt_state}}
     return items if state.ema is None else items | {"ema": state.ema}
 
@@ -336,7 +332,6 @@ def _returning_failures(restore: Callable) -> Callable:
 
 
 def _restored(manager: ocp.CheckpointManager, step: int, args: Mapping[str, Any]) -> dict[str, Any]:
-    """Restores the items. Raises the error of this process if one failed."""
     items = manager.restore(step, args=ocp.args.Composite(**args))
     for name in args:
         if isinstance(items.get(name), Exception):

@@ -56,18 +56,17 @@ class Record:
     def from_json(cls, parsed: Any, step: int) -> "Record":
         """Parses a record. Raises Damaged if it changed, UserError if another version wrote it."""
         if isinstance(parsed, dict) and "data_step" in parsed:
-            raise UserError(
-                f"version 0.1 of this package wrote the checkpoint of step {step:,}; train again, "
-                "or read it with that version"
-            )
+            problem = f"version 0.1 of this package wrote the checkpoint of step {step:,}"
+            raise UserError(f"{problem}; train again, or read it with that version")
         if not isinstance(parsed, dict) or "sha256" not in parsed:
             raise Damaged("its record is incomplete")
         content = {key: value for key, value in parsed.items() if key != "sha256"}
         if parsed["sha256"] != _sha256(content):
             raise Damaged("its record has changed since it was saved")
         if content.pop("format") != FORMAT:
-            writer = "a later version of this package"
-            raise UserError(f"{writer} wrote the checkpoint of step {step:,}")
+            raise UserError(
+                f"a later version of this package wrote the checkpoint of step {step:,}"
+            )
         if content["step"] != step:
             raise Damaged(f"it is the checkpoint of step {content['step']:,}")
         return cls(**content)

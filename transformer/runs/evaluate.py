@@ -149,14 +149,12 @@ class Written:
 
 
 def _continue(generate: Generator, examples: Sequence, config: Experiment) -> Written:
-    """Generates continuations of the first 24 words of ten texts."""
     prompts = [" ".join(document.split()[:24]) for (document,) in examples[:10]]
     pairs = zip(prompts, generate(prompts), strict=True)
     return Written([f"prompt  {prompt}\nmodel   {answer.strip()}\n" for prompt, answer in pairs])
 
 
 def _translate(generate: Generator, examples: Sequence, config: Experiment) -> Written:
-    """Translates every source and scores it against all its references."""
     start = time.perf_counter()
     sources, references = group(examples)
     count = len(sources)

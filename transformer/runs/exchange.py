@@ -79,7 +79,6 @@ def to_hf(
 
 
 def _with_special_tokens(model: ModelConfig, tokenizer: Tokenizer) -> ModelConfig:
-    """Returns the config with the tokenizer's special tokens where it sets none."""
     tokens = special_tokens(model, tokenizer).items()
     unset = {field: token for field, token in tokens if getattr(model, field) is None}
     return dataclasses.replace(model, **unset)
@@ -105,7 +104,6 @@ def _tokenizer_config(hf_config: Mapping, model: ModelConfig, source_begins) -> 
 
 
 def _experiment(model: ModelConfig, tokenizer_config: TokenizerConfig) -> Experiment:
-    """Returns the experiment for the config.json of a converted model."""
     if not model.lm_head and not model.num_labels:  # its objective would require train.init_from
         needed = "a run needs a language-model head or a classifier"
         way_out = "convert a model that has one"
@@ -120,7 +118,6 @@ def _experiment(model: ModelConfig, tokenizer_config: TokenizerConfig) -> Experi
 
 
 def _tokenizer(directory: Path, tokenizer_config: TokenizerConfig) -> Tokenizer | None:
-    """Loads the model's tokenizer if it is SentencePiece or `tokenizers` can read it."""
     file, content = directory / "tokenizer.json", None
     # Preferred to tokenizer.json: SentencePiece ids are the model's, without added tokens.
     for name in ("spiece.model", "tokenizer.model"):

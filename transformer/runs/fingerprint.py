@@ -19,8 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSharding
 
 from transformer.parallel.processes import gather_from_all
 from transformer.parallel.sharding import path_name
@@ -38,10 +37,9 @@ def fingerprints(tree: Any) -> dict[str, str]:
     local_sums = jax.device_get([[shard.data for shard in x.addressable_shards] for x in sums])
     local_NxW = np.array([np.sum(blocks, axis=(0, 1), dtype=np.uint32) for blocks in local_sums])
     sums_NxW = np.sum(gather_from_all(local_NxW), axis=0, dtype=np.uint32)
-    return {
-        path_name(path): "".join(f"{word:08x}" for word in words)
-        for (path, _), words in zip(leaves, sums_NxW, strict=True)
-    }
+    names = [path_name(path) for path, _ in leaves]
+    hexadecimal = ["".join(f"{word:08x}" for word in words) for words in sums_NxW]
+    return dict(zip(names, hexadecimal, strict=True))
 
 
 def _program(sharding: jax.sharding.Sharding) -> Callable:
@@ -85,7 +83,6 @@ def _sums(x: jax.Array, starts, shape) -> jax.Array:
 
 
 def _bits(x: jax.Array) -> jax.Array:
-    """Returns the bit pattern of each element as uint32."""
     if x.dtype == jnp.bool_:
         return x.astype(jnp.uint32)
     if x.dtype.itemsize > 4:

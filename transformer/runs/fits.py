@@ -28,11 +28,10 @@ def check_stages(model: ModelConfig, mesh: Mesh) -> None:
     for side in model.sides:
         periods = model.num_layers(side) // model.period(side)
         if periods % (stages * model.pipeline_rounds):
-            raise UserError(
-                f"mesh.stage: {stages} stages and model.pipeline_rounds = {model.pipeline_rounds} "
-                f"do not divide the {side}, which repeats {periods} times a period of "
-                f"{count(model.period(side), 'layer')}; change one of them"
-            )
+            parts = f"{stages} stages and model.pipeline_rounds = {model.pipeline_rounds}"
+            whole = f"{side}, which repeats {periods} times a period of"
+            problem = f"{parts} do not divide the {whole} {count(model.period(side), 'layer')}"
+            raise UserError(f"mesh.stage: {problem}; change one of them")
     if model.pipeline_rounds > 1 and 0 < model.pipeline_microbatches < stages:
         problem = f"{model.pipeline_microbatches} is fewer than mesh.stage"
         raise UserError(f"model.pipeline_microbatches: {problem}; use at least {stages}, or 0")
@@ -78,10 +77,9 @@ def check_rounds(config: Experiment, mesh: Mesh) -> None:
     """Raises UserError for rounds without stages. A trained run is read in its own layout."""
     rounds = config.model.pipeline_rounds
     if rounds > 1 and mesh.shape["stage"] == 1:
-        raise UserError(
-            f"model.pipeline_rounds: {rounds} has no effect without stages: mesh.stage > 1; set "
-            "that, or leave model.pipeline_rounds at 1"
-        )
+        problem = f"{rounds} has no effect without stages: mesh.stage > 1"
+        way_out = "set that, or leave model.pipeline_rounds at 1"
+        raise UserError(f"model.pipeline_rounds: {problem}; {way_out}")
 
 
 def check_batch(config: Experiment, share: Share) -> None:
@@ -91,8 +89,7 @@ def check_batch(config: Experiment, share: Share) -> None:
     sequences = data.batch_size * len(share.here) // share.parts
     needed, available = sequences * tokens * BYTES_PER_TOKEN, memory()
     if available and needed > available:
-        raise UserError(
-            f"data.batch_size: {data.batch_size:,} sequences of {tokens:,} tokens take "
-            f"{format_bytes(needed)} of this host's memory per batch, which has "
-            f"{format_bytes(available)}; lower data.batch_size"
-        )
+        batch = f"{data.batch_size:,} sequences of {tokens:,} tokens"
+        memory_of_host = f"of this host's memory per batch, which has {format_bytes(available)}"
+        problem = f"{batch} take {format_bytes(needed)} {memory_of_host}"
+        raise UserError(f"data.batch_size: {problem}; lower data.batch_size")

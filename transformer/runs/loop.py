@@ -26,11 +26,8 @@ def train(config: Experiment, workdir: str | os.PathLike, verbose: bool = False)
     steps. It is less than `train.steps` after SIGTERM or Ctrl-C; another call continues from there.
     """
     workdir = Path(workdir)
-    with (
-        disk_errors(workdir),
-        use(start(config.platform, config.mesh)) as mesh,
-        rundir.locked([workdir]),
-    ):
+    on_mesh = lambda: use(start(config.platform, config.mesh))
+    with disk_errors(workdir), on_mesh() as mesh, rundir.locked([workdir]):
         run = begin(config, workdir, mesh, verbose=verbose)
         trace = _profile(run.workdir, config.train.profile, run.step)
         with run, stop_signals() as stopped, trace as profile:

@@ -134,10 +134,8 @@ class Progress:
 
         `seconds_per_step` is the average over the last logging interval.
         """
-        line = (
-            f"step {step:>{len(f'{self._steps:,}')},}/{self._steps:,}  {step / self._steps:4.0%}  "
-            f"loss {loss:6.3f}  lr {rate:.1e}"
-        )
+        done = f"step {step:>{len(f'{self._steps:,}')},}/{self._steps:,}  {step / self._steps:4.0%}"
+        line = f"{done}  loss {loss:6.3f}  lr {rate:.1e}"
         if tokens_per_second:
             previous = self._seconds_per_step or seconds_per_step
             self._seconds_per_step = 0.7 * previous + 0.3 * seconds_per_step

@@ -63,11 +63,9 @@ class Recorder:
         values = {name: float(value) for name, value in jax.device_get(metrics).items()}
         if not math.isfinite(values["objective"]):
             self._log.write(step, **{"train/diverged": True})
-            raise Diverged(
-                f"training diverged: the loss is {values['objective']} at step {step:,}; lower "
-                "optimizer.learning_rate, lengthen optimizer.warmup_steps or set "
-                "optimizer.clip_norm"
-            )
+            problem = f"the loss is {values['objective']} at step {step:,}"
+            way_out = "lower optimizer.learning_rate, lengthen optimizer.warmup_steps"
+            raise Diverged(f"training diverged: {problem}; {way_out} or set optimizer.clip_norm")
         for name, value in values.items():
             total = value if name == "tokens" else value * values["tokens"]
             self.window[name] = self.window.get(name, 0.0) + total

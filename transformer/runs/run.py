@@ -128,11 +128,8 @@ class Run:
         with self.recorder.untimed():
             if is_first():
                 rundir.lock(self.workdir).check()
-            loop = {
-                "data_step": self.step,
-                "window": dict(self.recorder.window),
-                "text_sha256": self.text.data.store.meta["train"]["sha256"],
-            }
+            loop = {"data_step": self.step, "window": dict(self.recorder.window)}
+            loop["text_sha256"] = self.text.data.store.meta["train"]["sha256"]
             self.checkpoints.save(self.state, self.step, loop, layout(self.config.model))
 
 
@@ -260,10 +257,9 @@ def record_run(
         rundir.record_start(workdir, config, mesh, parameters, data.tokenizer, origin)
     barrier("writing of the run directory")
     if not (workdir / "config.json").exists():
-        raise UserError(
-            f"workdir: process {jax.process_index()} cannot see the files that process 0 wrote "
-            f"to {workdir}; use a shared folder"
-        )
+        problem = "cannot see the files that process 0 wrote"
+        where = f"process {jax.process_index()} {problem} to {workdir}"
+        raise UserError(f"workdir: {where}; use a shared folder")
     where = f"at step {start.step:,} from {start.checkpoints.folder}" if start.step else ""
     return summary(config, mesh, params, data, text.train, backends, where, verbose)
 

@@ -186,10 +186,9 @@ def _check_version(workdir: Path) -> None:
     written = read_manifest(workdir).get("transformer") if has_manifest else None
     minor = lambda version: version.split(".")[:2]
     if isinstance(written, str) and minor(written) != minor(__version__):
-        raise UserError(
-            f"workdir: version {written} of this package wrote {workdir}, but this is "
-            f"{__version__}; read it with that version, or train again in another directory"
-        )
+        problem = f"version {written} of this package wrote {workdir}, but this is {__version__}"
+        way_out = "read it with that version, or train again in another directory"
+        raise UserError(f"workdir: {problem}; {way_out}")
 
 
 def record_start(

@@ -58,14 +58,11 @@ def _model(config: Experiment, mesh: Mesh, params: Any) -> str:
     axes = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1)
     devices = count(mesh.size, f"{mesh.devices.flat[0].device_kind} device")
     machine = f"mesh {axes}, {devices}" if axes else devices
-    return (
-        f"model       {config.model.family}, {count(number, 'parameter')} "
-        f"({format_bytes(local_bytes(params))} per device), {machine}"
-    )
+    size = f"{count(number, 'parameter')} ({format_bytes(local_bytes(params))} per device)"
+    return f"model       {config.model.family}, {size}, {machine}"
 
 
 def _table(params: Any) -> list[str]:
-    """Returns path, shape, partition and bytes per device of the largest parameters."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
     rows = [(path_name(path), x.shape, x.sharding.spec, local_bytes(x)) for path, x in leaves]
     rows.sort(key=lambda row: -math.prod(row[1]))
@@ -80,7 +77,6 @@ def _table(params: Any) -> list[str]:
 
 
 def _multipliers(config: Experiment) -> list[str]:
-    """Returns the multipliers of each group of parameters with the same role and multipliers."""
     groups: dict[tuple, int] = {}
     for place, rule in parameter_rules(FAMILIES[config.model.family], config.model).values():
         key = (place.role, config.optimizer.rule.learning_rate(place, rule), *rule[1:])
@@ -100,20 +96,17 @@ def _text(config: Experiment, data: Data, verbose: bool) -> str:
     counts = ", ".join(f"{meta[part]['examples']:,} {name}" for part, name in names.items())
     tokenizer = config.data.tokenizer.path or f"{config.data.tokenizer.kind} tokenizer"
     sha256 = f", sha256 {data.tokenizer.sha256[:12]}" if verbose else ""
-    return (
-        f"text        {config.data.corpus or config.data.train}: {counts} examples; "
-        f"{human_tokens(meta['train']['tokens'])} training tokens; {tokenizer}, "
-        f"{data.tokenizer.vocab_size:,} pieces{sha256}"
-    )
+    text = f"{config.data.corpus or config.data.train}: {counts} examples"
+    tokens = f"{human_tokens(meta['train']['tokens'])} training tokens"
+    pieces = f"{tokenizer}, {data.tokenizer.vocab_size:,} pieces{sha256}"
+    return f"text        {text}; {tokens}; {pieces}"
 
 
 def _batches(config: Experiment, batches: Batches) -> str:
     tokens = config.data.batch_size * config.data.length
     left_out = "".join(f"; {event(number, text)}" for text, number in batches.report.items())
-    return (
-        f"batches     {tokens:,} tokens, {batches.per_epoch:,} per epoch, "
-        f"{config.train.steps / batches.per_epoch:.1f} epochs{left_out}"
-    )
+    epochs = f"{config.train.steps / batches.per_epoch:.1f} epochs"
+    return f"batches     {tokens:,} tokens, {batches.per_epoch:,} per epoch, {epochs}{left_out}"
 
 
 def _advice(config: Experiment, data: Data) -> list[str]:
@@ -128,8 +121,6 @@ def _advice(config: Experiment, data: Data) -> list[str]:
         name = plain(config.model.norm_placement)
         notes.append(f"norm_placement {name!r} is known to need about {hint:,} warm-up steps")
     if not config.train.checkpoint_every:
-        notes.append(
-            "a checkpoint is saved only when the run ends or is stopped; to save more often, set "
-            "train.checkpoint_every"
-        )
+        problem = "a checkpoint is saved only when the run ends or is stopped"
+        notes.append(f"{problem}; to save more often, set train.checkpoint_every")
     return notes

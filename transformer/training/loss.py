@@ -21,8 +21,7 @@ import functools
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh, PartitionSpec as P
 
 from transformer.model.embedding import Head
 from transformer.model.sharding import fitting

@@ -6,8 +6,7 @@ Shape suffixes: B batch, T length, E width of the token head's input.
 from collections.abc import Sequence
 
 import jax
-from flax import linen as nn
-from flax import struct
+from flax import linen as nn, struct
 from jax.sharding import Mesh
 
 from transformer.model.embedding import Head

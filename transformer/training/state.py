@@ -6,8 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from flax import linen as nn
-from flax import struct
+from flax import linen as nn, struct
 from jax.sharding import Mesh
 
 from transformer.errors import UserError

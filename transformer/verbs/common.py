@@ -24,10 +24,8 @@ def open_run(args, overrides):
     config = run_config(args.workdir, overrides)
     is_alone = args.verb in ("convert", "inspect") or getattr(args, "input", "") == "-"
     if is_alone and start_processes():
-        raise UserError(
-            f"{args.verb}: cannot run on several processes; "
-            "start one process, or generate from a file (--input=FILE)"
-        )
+        way_out = "start one process, or generate from a file (--input=FILE)"
+        raise UserError(f"{args.verb}: cannot run on several processes; {way_out}")
     return run_mesh(config, overrides)
 
 
@@ -43,14 +41,12 @@ def read_lines(name: str) -> list[str]:
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as e:
-        raise UserError(
-            f"--input: {source} is not UTF-8 (line {data[: e.start].count(10) + 1}); convert it"
-        ) from None
+        problem = f"{source} is not UTF-8 (line {data[: e.start].count(10) + 1})"
+        raise UserError(f"--input: {problem}; convert it") from None
     if "\0" in text:
         line = data[: data.index(0)].count(10) + 1
-        raise UserError(
-            f"--input: {source} holds a NUL byte (line {line}); convert UTF-16 to UTF-8"
-        )
+        way_out = "convert UTF-16 to UTF-8"
+        raise UserError(f"--input: {source} holds a NUL byte (line {line}); {way_out}")
     lines = text.removesuffix("\n").split("\n") if text else []
     return [line.removesuffix("\r") for line in lines]
 

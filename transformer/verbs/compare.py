@@ -35,18 +35,14 @@ def run(args, overrides) -> int:
     from transformer.lab import report
 
     if overrides:
-        raise UserError(
-            "compare: takes no --config.*; leave it out (compare reads the logs of the runs)"
-        )
+        way_out = "leave it out (compare reads the logs of the runs)"
+        raise UserError(f"compare: takes no --config.*; {way_out}")
     options = (args.metric, args.baseline, args.higher_is_better)
     verdict, more = report.judge(args.folders, *options)
     page = report.write(verdict, args.output or args.folders[0] / "report", more)
     for line in verdict.results.left_out:
         print(f"left out: {line}", file=sys.stderr)
-    print(
-        "\n".join(
-            [*verdict.sentences, *(line for x in more if x.title == "Tuning" for line in x.lines)]
-        )
-    )
+    tuning = (line for x in more if x.title == "Tuning" for line in x.lines)
+    print(*verdict.sentences, *tuning, sep="\n")
     print(f"report: {page}", file=sys.stderr)
     return 0

@@ -47,10 +47,8 @@ def run(args, overrides) -> int:
         raise UserError("--family: applies to --to only; leave it out (--from reads config.json)")
     for key in overrides:
         if key.split(".")[0] not in ("model", "mesh", "platform"):
-            raise UserError(
-                f"--config.{key}: a converted model has no training; "
-                "set only model, mesh and platform"
-            )
+            way_out = "set only model, mesh and platform"
+            raise UserError(f"--config.{key}: a converted model has no training; {way_out}")
     from transformer.api import cache_compiled_programs
     from transformer.data.tokenizer import find_tokenizer
     from transformer.parallel.processes import start_processes

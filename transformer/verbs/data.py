@@ -17,10 +17,8 @@ def run(args, overrides) -> int:
             print(f"{name:<16}{corpus.about}\n{'':<16}{corpus.license}; {corpus.attribution}")
         return 0
     corpus, folder = fetch(args.name)
-    print(
-        f"{args.name}: {corpus.about}\nlicense      {corpus.license}\n"
-        f"attribution  {corpus.attribution}"
-    )
+    print(f"{args.name}: {corpus.about}")
+    print(f"license      {corpus.license}\nattribution  {corpus.attribution}")
     for file in sorted(folder.iterdir()):
         print(f"             {file}  {file.stat().st_size:,} bytes")
     return 0

@@ -36,9 +36,8 @@ def run(args, overrides) -> int:
 
     config, mesh = open_run(args, overrides)
     if args.interactive and args.input != "-":
-        raise UserError(
-            "--interactive and --input: one reads the terminal, the other a file; leave one out"
-        )
+        problem = "one reads the terminal, the other a file"
+        raise UserError(f"--interactive and --input: {problem}; leave one out")
     if args.output != "-" and not Path(args.output).resolve().parent.is_dir():
         raise UserError(f"--output: no folder {Path(args.output).parent}")
     if args.output != "-" and Path(args.output).is_dir():
@@ -53,11 +52,9 @@ def run(args, overrides) -> int:
     if not is_first():
         return 0
     if generate.cut:
-        print(
-            f"{generate.cut:,} of {count(len(lines), 'line')} exceeded the model's maximum length "
-            f"and {'was' if generate.cut == 1 else 'were'} cut",
-            file=sys.stderr,
-        )
+        too_long = f"{generate.cut:,} of {count(len(lines), 'line')} exceeded the model's"
+        verb = "was" if generate.cut == 1 else "were"
+        print(f"{too_long} maximum length and {verb} cut", file=sys.stderr)
     text = "".join(answer.replace("\n", "\\n") + "\n" for answer in answers)
     if args.output == "-":
         sys.stdout.write(text)
@@ -67,7 +64,6 @@ def run(args, overrides) -> int:
 
 
 def _converse(trained) -> int:
-    """Answers lines typed at the terminal, until an empty line or the end of input."""
     import readline  # noqa: F401  (arrow keys and history at the prompt)
 
     from transformer.decoding.generate import Generator

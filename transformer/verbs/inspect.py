@@ -41,14 +41,11 @@ def run(args, overrides) -> int:
     config, mesh = open_run(args, overrides)
     output = args.output or args.workdir / "inspect.html"
     if not output.resolve().parent.is_dir() or output.is_dir():
-        raise UserError(
-            f"--output: {output} is a folder, or its folder does not exist; name a file"
-        )
+        problem = f"{output} is a folder, or its folder does not exist"
+        raise UserError(f"--output: {problem}; name a file")
     if args.target and not config.model.is_encoder_decoder:
-        raise UserError(
-            f"--target: model.family = {config.model.family!r} takes one text; "
-            "put all of it into --text"
-        )
+        problem = f"model.family = {config.model.family!r} takes one text"
+        raise UserError(f"--target: {problem}; put all of it into --text")
     for name in ("text", "target"):
         check_text(getattr(args, name) or "", f"--{name}")
     text = args.text

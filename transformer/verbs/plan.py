@@ -101,9 +101,8 @@ def _check(args, machine) -> tuple[str, ...]:
     if args.json and not args.json.absolute().parent.is_dir():
         raise UserError(f"--json: no folder {args.json.absolute().parent}")
     if args.search is not None and (args.search < 1 or args.arms or args.only):
-        raise UserError(
-            f"--search: {args.search} is not valid; set 1 or more, without --arms and --only"
-        )
+        way_out = "set 1 or more, without --arms and --only"
+        raise UserError(f"--search: {args.search} is not valid; {way_out}")
     if args.kernels and (args.search or not machine.chip.mxu):
         refused = "a search" if args.search else f"a {chip.title}"
         raise UserError(f"--kernels: not available for {refused}; leave it out")

@@ -5,12 +5,11 @@ Decoders with partial rotary positions, and with attention and feed-forward in p
 
 from transformer.convert.family import Family
 from transformer.convert.fields import Fields, field, positive
-from transformer.convert.rope import FIELDS as ROTARY
-from transformer.convert.rope import rotary, write_rotary
+from transformer.convert.rope import ROPE, rotary, write_rotary
 from transformer.convert.weights import fused_by_head, linear, norm
 from transformer.model.config import ModelConfig
 
-_FIELDS = ROTARY | {
+_FIELDS = ROPE | {
     "vocab_size": field(50432, "vocab_size"),
     "hidden_size": field(6144, "d_model"),
     "intermediate_size": field(24576, "d_ff"),

@@ -12,12 +12,11 @@ from typing import Any
 from transformer.convert.family import Family
 from transformer.convert.fields import Field, Fields, changed, count, field, optional, positive
 from transformer.convert.layers import layer_kinds, per_layer
-from transformer.convert.rope import FIELDS as ROTARY
-from transformer.convert.rope import options, rotary, rotary_by_type, write_rope, write_rotary
+from transformer.convert.rope import ROPE, options, rotary, rotary_by_type, write_rope, write_rotary
 from transformer.convert.weights import QKV, Weight, fused, linear, norm
 from transformer.model.config import ModelConfig
 
-FIELDS = ROTARY | {
+FIELDS = ROPE | {
     "vocab_size": field(32000, "vocab_size"),
     "hidden_size": field(4096, "d_model"),
     "intermediate_size": field(11008, "d_ff"),

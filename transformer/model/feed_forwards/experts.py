@@ -28,8 +28,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from flax import linen as nn
-from flax import struct
+from flax import linen as nn, struct
 from jax.sharding import PartitionSpec as P
 
 from transformer.checks import at_least, at_most

@@ -16,8 +16,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
-from flax import linen as nn
-from flax import struct
+from flax import linen as nn, struct
 
 from transformer.model.masks import Tokens
 from transformer.model.positions import StackFacts

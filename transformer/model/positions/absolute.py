@@ -4,8 +4,7 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
-from flax import linen as nn
-from flax import struct
+from flax import linen as nn, struct
 
 from transformer.checks import at_least, one_of, positive
 from transformer.model.positions.base import Position, declare, option, register

@@ -14,8 +14,7 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
-from flax import linen as nn
-from flax import struct
+from flax import linen as nn, struct
 
 from transformer.errors import UserError
 from transformer.registry import Registry

@@ -9,8 +9,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from flax import linen as nn
-from flax import struct
+from flax import linen as nn, struct
 
 from transformer.checks import positive
 from transformer.model.positions.base import Position, declare, fact, option, per_head, register

@@ -30,8 +30,7 @@ from transformer.model.attention_backends.flash.call import (
     memory,
 )
 from transformer.model.attention_backends.flash.tiles import LANES
-from transformer.model.attention_backends.ring import ring
-from transformer.model.attention_backends.ring import why_not as why_no_ring
+from transformer.model.attention_backends.ring import ring, why_not as why_no_ring
 from transformer.model.sharding import axis_of, platform
 
 
