@@ -160,10 +160,8 @@ class Call:
             of_terms = jax.tree.map(lambda _: P(head_axes or None), terms)
             qkv_specs, more_specs = [of_heads] * 3, [of_heads] * len(more)
             in_specs = (*qkv_specs, of_limits, of_terms, P(), *more_specs)
-            specs = {
-                "in_specs": in_specs,
-                "out_specs": (*[of_heads] * results, *[of_terms] * learned),
-            }
+            out_specs = (*[of_heads] * results, *[of_terms] * learned)
+            specs = {"in_specs": in_specs, "out_specs": out_specs}
             local = jax.shard_map(local, **specs, axis_names=axes, check_vma=False)
         with self.scope:
             return local(q, k, v, limits, terms, seed, *more)
