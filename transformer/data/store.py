@@ -159,9 +159,8 @@ class _Text:
             if components <= 2 * self.held_out:
                 limit = (components - 1) // 2
                 problem = f"{self.held_out:,} sources in each of valid and test leave no text"
-                way_out = (
-                    f"{f'use at most {limit:,}, or ' if limit else ''}set data.valid and data.test"
-                )
+                lower = f"use at most {limit:,}, or " if limit else ""
+                way_out = f"{lower}set data.valid and data.test"
                 raise UserError(f"data.held_out: {problem} for training; {way_out}")
         in_part = self._assigned == split.SPLITS.index(part)
         pairs = zip(self._file("train"), in_part, strict=True)
