@@ -23,14 +23,10 @@ TRAINING = frozenset(
 """Fields of ModelConfig that set how a model is trained and run. Outside configs may omit them."""
 
 _RESOLVED = {
-    "d_ff": "ff_size",
-    "d_head": "head_size",
-    "d_value": "value_size",
-    "d_embedding": "embedding_size",
-    "num_kv_heads": "kv_heads",
-    "attention_bias": "attention_has_bias",
-    "qkv_bias": "qkv_has_bias",
-}
+    "d_ff": "ff_size", "d_head": "head_size", "d_value": "value_size",
+    "d_embedding": "embedding_size", "num_kv_heads": "kv_heads",
+    "attention_bias": "attention_has_bias", "qkv_bias": "qkv_has_bias",
+}  # fmt: skip
 """Fields of ModelConfig whose defaults follow from others -> the property that resolves them."""
 
 
@@ -120,10 +116,8 @@ class Family:
         Raises UserError with the name of a field that this family cannot express.
         """
         if config.family != self.ours:
-            raise UserError(
-                f"model.family: {config.family!r} cannot be expressed by {self.model_type}, "
-                f"which is {self.ours!r}"
-            )
+            problem = f"{config.family!r} cannot be expressed by {self.model_type}"
+            raise UserError(f"model.family: {problem}, which is {self.ours!r}")
         theirs = {"architectures": [self.architecture], "model_type": self.model_type}
         theirs |= special_tokens.write(config, self.special_tokens)
         theirs |= paired(self.fields, config) | self.write(config)
@@ -131,10 +125,9 @@ class Family:
         restored = meaning(self.our_config(theirs, tensors))
         for name, value in meaning(config).items():
             if restored[name] != value:
-                raise UserError(
-                    f"model.{name}: {value!r} cannot be expressed by {self.model_type}, which "
-                    f"would turn it into {restored[name]!r}"
-                )
+                problem = f"{value!r} cannot be expressed by {self.model_type}"
+                restored_as = f"which would turn it into {restored[name]!r}"
+                raise UserError(f"model.{name}: {problem}, {restored_as}")
         return theirs
 
 

@@ -38,11 +38,7 @@ HARMLESS = frozenset(
     sparse_pred_ignore_index reference_compile repad_logits_with_grad embedding_dropout
     mlp_dropout""".split()  # noqa: SIM905
 )
-"""Fields that do not affect what the network computes at inference.
-
-They set generation and training, or record metadata.
-"""
-
+"""Fields of generation, training and metadata, which do not affect what the network computes."""
 
 LAYERS = ("num_encoder_layers", "num_decoder_layers")
 
@@ -257,16 +253,10 @@ def is_token(value: Any, several: bool) -> bool:
 
 
 ACTIVATIONS = {
-    "relu": "relu",
-    "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "relu2": "relu_squared",
-    "linear": "linear",
-    "silu": "silu",
+    "relu": "relu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_fast": "gelu_tanh", "relu2": "relu_squared", "linear": "linear", "silu": "silu",
     "swish": "silu",
-}
+}  # fmt: skip
 """Activation in Transformers -> ours."""
 
 ACTIVATIONS_BACK = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items())}

@@ -178,7 +178,6 @@ def _tensors(family: Family, config: ModelConfig, params: Any) -> Iterator[tuple
 
 
 def _write_tensors(target: Path, tensors: Iterator[tuple[str, np.ndarray]]) -> None:
-    """Writes one file, or shards with an index."""
     from safetensors.numpy import save_file
 
     shard: dict[str, np.ndarray] = {}

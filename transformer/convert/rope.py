@@ -10,28 +10,23 @@ from transformer.errors import UserError
 from transformer.model.config import ModelConfig
 
 ROPE = {
-    "rope_parameters": optional(dict),
-    "rope_scaling": optional(dict),
+    "rope_parameters": optional(dict), "rope_scaling": optional(dict),
     "rope_theta": positive(10_000.0),
-}
+}  # fmt: skip
 """The fields that a family with rotary positions reads."""
 
 _FACTOR = {"factor": needed(float, "factor")}
 _ORIGINAL = {"original_max_position_embeddings": optional(int)}
 _YARN = {
-    "beta_fast": optional(float, ours="beta_fast"),
-    "beta_slow": optional(float, ours="beta_slow"),
+    "beta_fast": optional(float, ours="beta_fast"), "beta_slow": optional(float, ours="beta_slow"),
     "attention_factor": optional(float, ours="attention_factor"),
-    "truncate": field(True, "truncate"),
-    "mscale": optional(float),
+    "truncate": field(True, "truncate"), "mscale": optional(float),
     "mscale_all_dim": optional(float),
-}
+}  # fmt: skip
 _LONG = {
-    "short_factor": needed(list, "short_factors"),
-    "long_factor": needed(list, "long_factors"),
-    "attention_factor": optional(float, ours="attention_factor"),
-    "factor": optional(float),
-}
+    "short_factor": needed(list, "short_factors"), "long_factor": needed(list, "long_factors"),
+    "attention_factor": optional(float, ours="attention_factor"), "factor": optional(float),
+}  # fmt: skip
 _LLAMA = {
     "low_freq_factor": needed(float, "low_frequency_factor"),
     "high_freq_factor": needed(float, "high_frequency_factor"),

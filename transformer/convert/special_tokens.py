@@ -14,11 +14,9 @@ from transformer.files import read_json
 from transformer.model.config import ModelConfig
 
 NAMES = {
-    "pad_id": "pad_token_id",
-    "bos_id": "bos_token_id",
-    "eos_id": "eos_token_id",
+    "pad_id": "pad_token_id", "bos_id": "bos_token_id", "eos_id": "eos_token_id",
     "decoder_start_id": "decoder_start_token_id",
-}
+}  # fmt: skip
 """Field of ModelConfig -> field of config.json."""
 
 
@@ -67,10 +65,8 @@ def read_id(theirs: Mapping, name: str, vocab_size: int, default: int | None = N
     ids = value if isinstance(value, list) else [] if value is None else [value]
     for token in ids:
         if token >= vocab_size and name in theirs:
-            warnings.warn(
-                f"{name} = {token} is outside the vocabulary of {vocab_size} tokens; read as null",
-                stacklevel=2,
-            )
+            outside = f"outside the vocabulary of {vocab_size} tokens"
+            warnings.warn(f"{name} = {token} is {outside}; read as null", stacklevel=2)
     ids = [token for token in ids if 0 <= token < vocab_size]
     return tuple(ids) if len(ids) > 1 else ids[0] if ids else None
 

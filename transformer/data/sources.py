@@ -35,8 +35,7 @@ def read(
 
     Raises UserError for a missing or empty file and for a malformed line.
     """
-    fields = fields or columns
-    count = 0
+    fields, count = fields or columns, 0
     if format == "huggingface":
         examples = _huggingface(path, fields)
     elif format == "paired":
@@ -131,10 +130,9 @@ def _decode(line: bytes, where: str, first: bool) -> str:
         text = line.decode("utf-8-sig" if first else "utf-8").rstrip("\r\n")
     except UnicodeDecodeError as e:
         kind = _SIGNATURES.get(line[:2] if first else b"")
-        raise UserError(
-            f"{where}: not UTF-8 (byte {line[e.start]:#04x} at column {e.start + 1})"
-            f"{f' but {kind}' if kind else ''}; convert the file"
-        ) from None
+        problem = f"not UTF-8 (byte {line[e.start]:#04x} at column {e.start + 1})"
+        problem += f" but {kind}" if kind else ""
+        raise UserError(f"{where}: {problem}; convert the file") from None
     if "\0" in text:
         way_out = "convert the file, which is binary or UTF-16"
         raise UserError(f"{where}: a NUL byte at column {line.index(0) + 1}; {way_out}")
@@ -142,10 +140,7 @@ def _decode(line: bytes, where: str, first: bool) -> str:
 
 
 def _text(file: epath.Path, fields) -> Iterator[Example]:
-    """Yields one document per line and skips empty lines."""
-    for _, line in _lines(file):
-        if line.strip():
-            yield (line,)
+    return ((line,) for _, line in _lines(file) if line.strip())
 
 
 def _tsv(file: epath.Path, fields) -> Iterator[Example]:
@@ -175,11 +170,10 @@ def _paired(path: str) -> Iterator[Example]:
     sources, targets = map(_by_wildcards, patterns("paired", path))
     for (source_key, source), (target_key, target) in zip(sources, targets, strict=False):
         if source_key != target_key and source_key and target_key:
-            raise UserError(
-                f"data: {path}: {source.name} and {target.name} are not a pair: the wildcards "
-                f"match {'/'.join(source_key)!r} and {'/'.join(target_key)!r}; add the missing "
-                "file, or change the globs"
-            )
+            problem = f"{source.name} and {target.name} are not a pair"
+            texts = f"{'/'.join(source_key)!r} and {'/'.join(target_key)!r}"
+            way_out = "add the missing file, or change the globs"
+            raise UserError(f"data: {path}: {problem}: the wildcards match {texts}; {way_out}")
     if len(sources) != len(targets):
         unpaired = max(sources, targets, key=len)[min(len(sources), len(targets))][1]
         matches = f"{path} matches {len(sources)} and {len(targets)} files"

@@ -158,15 +158,13 @@ class _Text:
             self._assigned = np.array(indices, np.int8)
             if components <= 2 * self.held_out:
                 limit = (components - 1) // 2
-                raise UserError(
-                    f"data.held_out: {self.held_out:,} sources in each of valid and test leave no "
-                    f"text for training; {f'use at most {limit:,}, or ' if limit else ''}set "
-                    "data.valid and data.test"
-                )
+                problem = f"{self.held_out:,} sources in each of valid and test leave no text"
+                lower = f"use at most {limit:,}, or " if limit else ""
+                way_out = f"{lower}set data.valid and data.test"
+                raise UserError(f"data.held_out: {problem} for training; {way_out}")
         in_part = self._assigned == split.SPLITS.index(part)
-        for example, is_in_part in zip(self._file("train"), in_part, strict=True):
-            if is_in_part:
-                yield example
+        pairs = zip(self._file("train"), in_part, strict=True)
+        yield from (example for example, is_in_part in pairs if is_in_part)
 
     def train(self) -> Iterator[Example]:
         """The training examples, or a uniform sample of `max_examples` of them."""
@@ -214,10 +212,9 @@ def _build(folder: Path, text: _Text, config: DataConfig, vocab_size: int) -> No
     else:
         for field in ("pad_id", "bos_id", "eos_id", "source_bos_id"):
             if getattr(config.tokenizer, field) >= 0:
-                raise UserError(
-                    f"data.tokenizer.{field}: applies only to an existing tokenizer; set "
-                    "data.tokenizer.path, or leave it at -1"
-                )
+                way_out = "set data.tokenizer.path, or leave it at -1"
+                problem = "applies only to an existing tokenizer"
+                raise UserError(f"data.tokenizer.{field}: {problem}; {way_out}")
         texts = itertools.chain.from_iterable(example[: text.sides] for example in text.train())
         tokenizer = train_tokenizer(config.tokenizer, vocab_size, texts, config.chosen.reserved)
     (folder / tokenizer.name).write_bytes(tokenizer.content)
@@ -234,10 +231,9 @@ def _build(folder: Path, text: _Text, config: DataConfig, vocab_size: int) -> No
 def _check_size(tokenizer: Tokenizer, config: DataConfig, vocab_size: int) -> None:
     needed = tokenizer.vocab_size + config.chosen.num_added_tokens(tokenizer)
     if needed > vocab_size:
-        raise UserError(
-            f"model.vocab_size: {vocab_size}, but the {tokenizer.vocab_size} pieces of "
-            f"{config.tokenizer.path} and the objective's special tokens are {needed}; increase it"
-        )
+        pieces = f"the {tokenizer.vocab_size} pieces of {config.tokenizer.path}"
+        total = f"{pieces} and the objective's special tokens are {needed}"
+        raise UserError(f"model.vocab_size: {vocab_size}, but {total}; increase it")
 
 
 def _tokenize(

@@ -92,13 +92,9 @@ class Fast(Tokenizer):
         self._tokenizer.no_truncation()
         self.content, self.vocab_size = content, self._tokenizer.get_vocab_size()
         find = lambda *names: next((i for n in names if (i := self.find(n)) is not None), -1)
-        self.set_special_tokens(
-            config,
-            name,
-            pad=find("[PAD]", "<pad>"),
-            bos=find("[CLS]", "<s>", "<|begin_of_text|>", "<bos>"),
-            eos=find("[SEP]", "</s>", "<|end_of_text|>", "<|endoftext|>", "<eos>"),
-        )
+        bos = find("[CLS]", "<s>", "<|begin_of_text|>", "<bos>")
+        eos = find("[SEP]", "</s>", "<|end_of_text|>", "<|endoftext|>", "<eos>")
+        self.set_special_tokens(config, name, pad=find("[PAD]", "<pad>"), bos=bos, eos=eos)
         mask = find("[MASK]", "<mask>")
         self.mask = mask if mask >= 0 else None
 
@@ -154,9 +150,8 @@ class TokenizerPair(Tokenizer):
             self._unknown = self.vocabulary["<unk>"]
             self._pieces = {int(i): piece for piece, i in self.vocabulary.items()}
         except (ValueError, KeyError, TypeError) as e:
-            raise UserError(
-                f"data.tokenizer.path: {name} is not a pair of tokenizers ({type(e).__name__}: {e})"
-            ) from None
+            problem = f"is not a pair of tokenizers ({type(e).__name__}: {e})"
+            raise UserError(f"data.tokenizer.path: {name} {problem}") from None
         any_ids = TokenizerConfig(pad_id=0, bos_id=0, eos_id=0)
         parts = [SentencePiece(part, any_ids, name) for part in (self.source, self.target)]
         self._models = [part._processor for part in parts]
@@ -277,10 +272,10 @@ def train_tokenizer(
             way_out = f"set it to {largest[1]} or less"
         else:
             way_out = f"set it to {smallest[1]} or more, for its characters and bytes"
-        raise UserError(
-            f"model.vocab_size: SentencePiece cannot make {pieces} pieces of this text; {way_out}"
-            + (f", and data.objective needs {reserved} more for special tokens" if reserved else "")
-        ) from None
+        if reserved:
+            way_out += f", and data.objective needs {reserved} more for special tokens"
+        problem = f"SentencePiece cannot make {pieces} pieces of this text"
+        raise UserError(f"model.vocab_size: {problem}; {way_out}") from None
     trained = SentencePiece(model.getvalue())
     assert (trained.pad, trained.bos, trained.eos) == (PAD, BOS, EOS)
     return trained

@@ -16,22 +16,18 @@ from transformer.convert.weights import Copy, Shape, attention, linear, norm, ro
 from transformer.model.config import ModelConfig
 
 _FIELDS = {
-    "vocab_size": field(50265, "vocab_size"),
-    "d_model": field(1024, "d_model"),
+    "vocab_size": field(50265, "vocab_size"), "d_model": field(1024, "d_model"),
     "encoder_layers": field(12, "num_encoder_layers"),
-    "decoder_layers": field(12, "num_decoder_layers"),
-    "encoder_ffn_dim": field(4096, "d_ff"),
-    "decoder_ffn_dim": field(4096, "d_ff"),
-    "encoder_attention_heads": field(16, "num_heads"),
+    "decoder_layers": field(12, "num_decoder_layers"), "encoder_ffn_dim": field(4096, "d_ff"),
+    "decoder_ffn_dim": field(4096, "d_ff"), "encoder_attention_heads": field(16, "num_heads"),
     "decoder_attention_heads": field(16, "num_heads"),
     "max_position_embeddings": field(1024, "max_length"),
     "activation_function": field("gelu", "activation"),
     "scale_embedding": field(False, "embedding_scale"),
-    "tie_word_embeddings": field(True, "tie_embeddings"),
-    "dropout": field(0.1, "dropout"),
+    "tie_word_embeddings": field(True, "tie_embeddings"), "dropout": field(0.1, "dropout"),
     "attention_dropout": field(0.0, "attention_dropout"),
     "activation_dropout": field(0.0, "activation_dropout"),
-}
+}  # fmt: skip
 
 
 def _sinusoids(shape: Shape) -> np.ndarray | None:
@@ -114,12 +110,9 @@ def _read(kind: str, f: Fields, tensors: frozenset[str]) -> dict:
             f.same("decoder_vocab_size", f.get("vocab_size"), why)
         f.must("share_encoder_decoder_embeddings", True, why)
     return {
-        "position": _position(kind, f),
-        "norm_placement": "pre" if pre else "post",
-        "norm_epsilon": 1e-5,
-        "embedding_norm": learned,
-        "logit_bias": _KINDS[kind].logit_bias,
-    }
+        "position": _position(kind, f), "norm_placement": "pre" if pre else "post",
+        "norm_epsilon": 1e-5, "embedding_norm": learned, "logit_bias": _KINDS[kind].logit_bias,
+    }  # fmt: skip
 
 
 def _write(kind: str, c: ModelConfig) -> dict:
@@ -153,10 +146,8 @@ def _weights(kind: str, c: ModelConfig):
 
 def _copies(c: ModelConfig) -> tuple[Copy, ...]:
     # Transformers 5 ties the stacks' embeddings to the table only if the output layer is tied.
-    return tuple(
-        Copy(f"model.{side}.embed_tokens.weight", "model.shared.weight", not c.tie_embeddings)
-        for side in ("encoder", "decoder")
-    )
+    names = (f"model.{side}.embed_tokens.weight" for side in ("encoder", "decoder"))
+    return tuple(Copy(name, "model.shared.weight", not c.tie_embeddings) for name in names)
 
 
 FAMILIES = [

@@ -17,21 +17,16 @@ from transformer.errors import UserError
 from transformer.model.config import ModelConfig
 
 _FIELDS = {
-    "vocab_size": field(30522, "vocab_size"),
-    "hidden_size": field(768, "d_model"),
-    "intermediate_size": field(3072, "d_ff"),
-    "num_attention_heads": field(12, "num_heads"),
+    "vocab_size": field(30522, "vocab_size"), "hidden_size": field(768, "d_model"),
+    "intermediate_size": field(3072, "d_ff"), "num_attention_heads": field(12, "num_heads"),
     "num_hidden_layers": field(12, "num_encoder_layers"),
-    "max_position_embeddings": field(512, "max_length"),
-    "type_vocab_size": field(2, "token_types"),
-    "layer_norm_eps": positive(1e-12, "norm_epsilon"),
-    "hidden_act": field("gelu", "activation"),
+    "max_position_embeddings": field(512, "max_length"), "type_vocab_size": field(2, "token_types"),
+    "layer_norm_eps": positive(1e-12, "norm_epsilon"), "hidden_act": field("gelu", "activation"),
     "tie_word_embeddings": field(True, "tie_embeddings"),
     "hidden_dropout_prob": field(0.1, "dropout"),
-    "attention_probs_dropout_prob": field(0.1, "attention_dropout"),
-    "num_labels": optional(int),
+    "attention_probs_dropout_prob": field(0.1, "attention_dropout"), "num_labels": optional(int),
     "id2label": optional(dict),
-}
+}  # fmt: skip
 
 
 class _Kind(NamedTuple):
@@ -136,27 +131,17 @@ def _read(kind: _Kind, f: Fields, tensors: frozenset[str]) -> dict:
         if head:
             f.must("hidden_act", "gelu", "the language-model head applies gelu")
     return {
-        **kind.fixed,
-        "max_length": length,
-        "position": position,
-        "norm_placement": "post",
-        "embedding_norm": True,
-        "lm_head": head,
-        "head_transform": head,
-        "logit_bias": head,
-        "pooling": "cls" if pooler else "none",
-        "pooler": pooler,
-        "num_labels": num_labels,
+        **kind.fixed, "max_length": length, "position": position, "norm_placement": "post",
+        "embedding_norm": True, "lm_head": head, "head_transform": head, "logit_bias": head,
+        "pooling": "cls" if pooler else "none", "pooler": pooler, "num_labels": num_labels,
         "tie_embeddings": f.get("tie_word_embeddings") or not head,
-    }
+    }  # fmt: skip
 
 
 def _write(kind: _Kind, c: ModelConfig) -> dict:
     offset = options(c.position).get("offset", 0) if kind.after_pad else 0
-    theirs = {
-        "architectures": [f"{kind.title}{_architecture(kind, c)}"],
-        "max_position_embeddings": c.max_length + offset,
-    }
+    architectures = [f"{kind.title}{_architecture(kind, c)}"]
+    theirs = {"architectures": architectures, "max_position_embeddings": c.max_length + offset}
     if c.num_labels and not _next_sentence(kind, c):
         theirs["id2label"] = {str(i): f"LABEL_{i}" for i in range(c.num_labels)}
         theirs["label2id"] = {label: int(i) for i, label in theirs["id2label"].items()}
@@ -164,7 +149,6 @@ def _write(kind: _Kind, c: ModelConfig) -> dict:
 
 
 def _next_sentence(kind: _Kind, c: ModelConfig) -> bool:
-    """Returns whether the labels are those of BERT's next-sentence prediction."""
     return kind.next_sentence and c.lm_head and c.num_labels == 2 and c.pooler
 
 

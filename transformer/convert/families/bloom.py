@@ -6,16 +6,12 @@ from transformer.convert.weights import fused_by_head, linear, norm
 from transformer.model.config import ModelConfig
 
 _FIELDS = {
-    "vocab_size": field(250880, "vocab_size"),
-    "hidden_size": field(64, "d_model"),
-    "n_head": field(8, "num_heads"),
-    "n_layer": field(2, "num_decoder_layers"),
-    "seq_length": field(2048, "max_length"),
-    "layer_norm_epsilon": positive(1e-5, "norm_epsilon"),
-    "tie_word_embeddings": field(True, "tie_embeddings"),
-    "hidden_dropout": field(0.0, "dropout"),
+    "vocab_size": field(250880, "vocab_size"), "hidden_size": field(64, "d_model"),
+    "n_head": field(8, "num_heads"), "n_layer": field(2, "num_decoder_layers"),
+    "seq_length": field(2048, "max_length"), "layer_norm_epsilon": positive(1e-5, "norm_epsilon"),
+    "tie_word_embeddings": field(True, "tie_embeddings"), "hidden_dropout": field(0.0, "dropout"),
     "attention_dropout": field(0.0, "attention_dropout"),
-}
+}  # fmt: skip
 """BLOOM has no maximum length; `seq_length`, in files on the hub, is the training length."""
 
 
@@ -24,11 +20,9 @@ def _read(f: Fields, tensors: frozenset[str]) -> dict:
     f.must("apply_residual_connection_post_layernorm", False, why)
     f.ignore("attention_softmax_in_fp32", "masked_softmax_fusion")
     return {
-        "d_ff": 4 * f.get("hidden_size"),
-        "position": "alibi",
-        "embedding_norm": True,
+        "d_ff": 4 * f.get("hidden_size"), "position": "alibi", "embedding_norm": True,
         "activation": "gelu_tanh",
-    }
+    }  # fmt: skip
 
 
 def _weights(c: ModelConfig):

@@ -13,13 +13,9 @@ from transformer.convert.rope import rotary, write_rotary
 from transformer.model.config import ModelConfig
 
 _GEMMA = llama.ATTENTION_BIAS | {
-    "vocab_size": 256000,
-    "num_key_value_heads": 16,
-    "head_dim": 256,
-    "max_position_embeddings": 8192,
-    "tie_word_embeddings": True,
-    "hidden_act": "gelu_pytorch_tanh",
-}
+    "vocab_size": 256000, "num_key_value_heads": 16, "head_dim": 256,
+    "max_position_embeddings": 8192, "tie_word_embeddings": True, "hidden_act": "gelu_pytorch_tanh",
+}  # fmt: skip
 _GEMMA_1 = _GEMMA | {
     "hidden_size": 3072, "intermediate_size": 24576, "num_hidden_layers": 28,
     "num_attention_heads": 16,
@@ -35,17 +31,14 @@ _GEMMA_2 = {
     "attn_logit_softcapping": optional(float, 50.0, "attention_soft_cap"),
 }  # fmt: skip
 _GEMMA_3 = _GEMMA_2 | {
-    "vocab_size": 262_208,
-    "max_position_embeddings": 131_072,
+    "vocab_size": 262_208, "max_position_embeddings": 131_072,
     "final_logit_softcapping": optional(float, ours="logit_soft_cap"),
     "attn_logit_softcapping": optional(float, ours="attention_soft_cap"),
-    "rope_theta": positive(1_000_000.0),
-    "rope_local_base_freq": positive(10_000.0),
+    "rope_theta": positive(1_000_000.0), "rope_local_base_freq": positive(10_000.0),
     "sliding_window_pattern": 6,
-}
-_variant = functools.partial(
-    llama.Variant, special_tokens={"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 1}
-)
+}  # fmt: skip
+_TOKENS = {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 1}
+_variant = functools.partial(llama.Variant, special_tokens=_TOKENS)
 _PERI = {
     "input_layernorm": "self_attention_residual/in_norm",
     "post_attention_layernorm": "self_attention_residual/res_norm",

@@ -6,19 +6,14 @@ from transformer.convert.weights import fused, linear, norm, same
 from transformer.model.config import ModelConfig
 
 _FIELDS = {
-    "vocab_size": field(50257, "vocab_size"),
-    "n_embd": field(768, "d_model"),
-    "n_inner": optional(int, ours="d_ff"),
-    "n_head": field(12, "num_heads"),
-    "n_layer": field(12, "num_decoder_layers"),
-    "n_positions": field(1024, "max_length"),
+    "vocab_size": field(50257, "vocab_size"), "n_embd": field(768, "d_model"),
+    "n_inner": optional(int, ours="d_ff"), "n_head": field(12, "num_heads"),
+    "n_layer": field(12, "num_decoder_layers"), "n_positions": field(1024, "max_length"),
     "layer_norm_epsilon": positive(1e-5, "norm_epsilon"),
-    "activation_function": field("gelu_new", "activation"),
-    "scale_attn_weights": True,
-    "tie_word_embeddings": field(True, "tie_embeddings"),
-    "resid_pdrop": field(0.1, "dropout"),
+    "activation_function": field("gelu_new", "activation"), "scale_attn_weights": True,
+    "tie_word_embeddings": field(True, "tie_embeddings"), "resid_pdrop": field(0.1, "dropout"),
     "attn_pdrop": field(0.1, "attention_dropout"),
-}
+}  # fmt: skip
 
 
 def _read(f: Fields, tensors: frozenset[str]) -> dict:
@@ -27,11 +22,10 @@ def _read(f: Fields, tensors: frozenset[str]) -> dict:
     f.must("add_cross_attention", False)
     f.ignore("embd_pdrop")
     return {
-        "d_ff": 4 * f.get("n_embd") if d_ff is None else d_ff,
-        "position": "learned",
+        "d_ff": 4 * f.get("n_embd") if d_ff is None else d_ff, "position": "learned",
         "attention_scale": None if f.get("scale_attn_weights") else 1.0,
         "residual_init_scale": True,
-    }
+    }  # fmt: skip
 
 
 def _write(c: ModelConfig) -> dict:

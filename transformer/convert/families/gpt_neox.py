@@ -10,22 +10,16 @@ from transformer.convert.weights import fused_by_head, linear, norm
 from transformer.model.config import ModelConfig
 
 _FIELDS = ROPE | {
-    "vocab_size": field(50432, "vocab_size"),
-    "hidden_size": field(6144, "d_model"),
-    "intermediate_size": field(24576, "d_ff"),
-    "num_attention_heads": field(64, "num_heads"),
-    "num_hidden_layers": field(44, "num_decoder_layers"),
-    "max_position_embeddings": 2048,
-    "rotary_emb_base": positive(10_000.0),
-    "rotary_pct": positive(0.25),
+    "vocab_size": field(50432, "vocab_size"), "hidden_size": field(6144, "d_model"),
+    "intermediate_size": field(24576, "d_ff"), "num_attention_heads": field(64, "num_heads"),
+    "num_hidden_layers": field(44, "num_decoder_layers"), "max_position_embeddings": 2048,
+    "rotary_emb_base": positive(10_000.0), "rotary_pct": positive(0.25),
     "layer_norm_eps": positive(1e-5, "norm_epsilon"),
-    "use_parallel_residual": field(True, "parallel"),
-    "hidden_act": field("gelu", "activation"),
+    "use_parallel_residual": field(True, "parallel"), "hidden_act": field("gelu", "activation"),
     "attention_bias": field(True, "attention_bias"),
-    "tie_word_embeddings": field(False, "tie_embeddings"),
-    "hidden_dropout": field(0.0, "dropout"),
+    "tie_word_embeddings": field(False, "tie_embeddings"), "hidden_dropout": field(0.0, "dropout"),
     "attention_dropout": field(0.0, "attention_dropout"),
-}
+}  # fmt: skip
 
 
 def _read(f: Fields, tensors: frozenset[str]) -> dict:

@@ -17,19 +17,15 @@ from transformer.convert.weights import QKV, Weight, fused, linear, norm
 from transformer.model.config import ModelConfig
 
 FIELDS = ROPE | {
-    "vocab_size": field(32000, "vocab_size"),
-    "hidden_size": field(4096, "d_model"),
-    "intermediate_size": field(11008, "d_ff"),
-    "num_hidden_layers": field(32, "num_decoder_layers"),
+    "vocab_size": field(32000, "vocab_size"), "hidden_size": field(4096, "d_model"),
+    "intermediate_size": field(11008, "d_ff"), "num_hidden_layers": field(32, "num_decoder_layers"),
     "num_attention_heads": field(32, "num_heads"),
     "num_key_value_heads": optional(int, ours="num_kv_heads"),
-    "head_dim": optional(int, ours="d_head"),
-    "max_position_embeddings": field(2048, "max_length"),
-    "rms_norm_eps": positive(1e-6, "norm_epsilon"),
-    "hidden_act": field("silu", "activation"),
+    "head_dim": optional(int, ours="d_head"), "max_position_embeddings": field(2048, "max_length"),
+    "rms_norm_eps": positive(1e-6, "norm_epsilon"), "hidden_act": field("silu", "activation"),
     "tie_word_embeddings": field(False, "tie_embeddings"),
     "attention_dropout": Field(0.0, float, "attention_dropout", nullable=True),
-}
+}  # fmt: skip
 LAYER_TYPES = {"layer_types": optional(list)}
 ATTENTION_BIAS = {"attention_bias": False}
 BIASES = ATTENTION_BIAS | {"mlp_bias": False}
@@ -98,12 +94,9 @@ class Variant:
         return {
             "num_kv_heads": f.get("num_key_value_heads") or heads,
             "d_head": f.get("head_dim") or f.get("hidden_size") // heads,
-            "norm": "rmsnorm",
-            "glu": True,
-            "use_bias": mlp,
-            **({} if mlp == attention else {"attention_bias": attention}),
-            **self.read(f),
-        }
+            "norm": "rmsnorm", "glu": True, "use_bias": mlp,
+            **({} if mlp == attention else {"attention_bias": attention}), **self.read(f),
+        }  # fmt: skip
 
     def _write(self, c: ModelConfig) -> dict:
         biases = {"attention_bias": c.qkv_has_bias, "mlp_bias": c.use_bias}
@@ -219,6 +212,7 @@ _QWEN = LAYER_TYPES | {
     "use_sliding_window": False, "sliding_window": optional(int, 4096),
     "max_window_layers": count(28),
 }  # fmt: skip
+_FUSED_GATE = {"gate_up_proj": ("gate", "in"), "down_proj": ("out",)}
 _LLAMA_TOKENS = {"bos_token_id": 1, "eos_token_id": 2}
 
 FAMILIES = [
@@ -231,9 +225,8 @@ FAMILIES = [
         },
         special_tokens=_LLAMA_TOKENS,
     ).family("mistral", "MistralForCausalLM"),
-    Variant(
-        _QWEN, lambda f: _read_qwen(f) | {"qkv_bias": True}, _write_qwen
-    ).family("qwen2", "Qwen2ForCausalLM"),
+    Variant(_QWEN, lambda f: _read_qwen(f) | {"qkv_bias": True}, _write_qwen)
+    .family("qwen2", "Qwen2ForCausalLM"),
     Variant(
         {**_QWEN, **ATTENTION_BIAS, "head_dim": 128},
         lambda f: _read_qwen(f) | {"qk_norm": True}, _write_qwen,
@@ -261,9 +254,7 @@ FAMILIES = [
         },
         _read_phi3, _write_phi3,
         projections={"qkv_proj": QKV},
-        feed_forward=functools.partial(
-            gated, names={"gate_up_proj": ("gate", "in"), "down_proj": ("out",)}
-        ),
+        feed_forward=functools.partial(gated, names=_FUSED_GATE),
         special_tokens={"pad_token_id": 32_000, "bos_token_id": 1, "eos_token_id": 32_000},
     ).family("phi3", "Phi3ForCausalLM"),
 ]  # fmt: skip

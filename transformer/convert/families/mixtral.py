@@ -20,13 +20,10 @@ def _experts(f: Fields, count: str, normalize: bool = True) -> dict:
     f.ignore("output_router_logits", "router_jitter_noise")  # of training
     return {
         "feed_forward": {
-            "name": "experts",
-            "num_experts": f.get(count),
-            "top_k": f.get("num_experts_per_tok"),
-            "normalize": normalize,
-            "load_balance": f.get("router_aux_loss_coef"),
+            "name": "experts", "num_experts": f.get(count), "top_k": f.get("num_experts_per_tok"),
+            "normalize": normalize, "load_balance": f.get("router_aux_loss_coef"),
         }
-    }
+    }  # fmt: skip
 
 
 def _write_experts(c: ModelConfig, count: str) -> dict:
@@ -54,12 +51,9 @@ def _read_qwen3(f: Fields) -> dict:
     f.must("decoder_sparse_step", 1, "all layers are expert mixtures")
     f.must("mlp_only_layers", [], "all layers are expert mixtures")
     f.ignore("max_window_layers")  # not used
-    return rotary(f) | {
-        "qk_norm": True,
-        "d_ff": f.get("moe_intermediate_size"),
-        "window": used_window(f),
-        **_experts(f, "num_experts", f.get("norm_topk_prob")),
-    }
+    experts = _experts(f, "num_experts", f.get("norm_topk_prob"))
+    sizes = {"d_ff": f.get("moe_intermediate_size"), "window": used_window(f)}
+    return rotary(f) | experts | sizes | {"qk_norm": True}
 
 
 def _write_qwen3(c: ModelConfig) -> dict:

@@ -12,29 +12,21 @@ from transformer.convert.weights import fused, linear, norm, same
 from transformer.model.config import ModelConfig
 
 _FIELDS = {
-    "vocab_size": field(50368, "vocab_size"),
-    "hidden_size": field(768, "d_model"),
-    "intermediate_size": field(1152, "d_ff"),
-    "num_hidden_layers": field(22, "num_encoder_layers"),
+    "vocab_size": field(50368, "vocab_size"), "hidden_size": field(768, "d_model"),
+    "intermediate_size": field(1152, "d_ff"), "num_hidden_layers": field(22, "num_encoder_layers"),
     "num_attention_heads": field(12, "num_heads"),
-    "max_position_embeddings": field(8192, "max_length"),
-    "local_attention": 128,
-    "global_attn_every_n_layers": 3,
-    "layer_types": optional(list),
-    "rope_parameters": optional(dict),
-    "global_rope_theta": positive(160_000.0),
-    "local_rope_theta": positive(10_000.0),
-    "norm_eps": positive(1e-5, "norm_epsilon"),
-    "norm_bias": field(False, "norm_offset"),
-    "mlp_bias": field(False, "use_bias"),
-    "attention_bias": field(False, "attention_bias"),
-    "classifier_bias": field(False, "use_bias"),
+    "max_position_embeddings": field(8192, "max_length"), "local_attention": 128,
+    "global_attn_every_n_layers": 3, "layer_types": optional(list),
+    "rope_parameters": optional(dict), "global_rope_theta": positive(160_000.0),
+    "local_rope_theta": positive(10_000.0), "norm_eps": positive(1e-5, "norm_epsilon"),
+    "norm_bias": field(False, "norm_offset"), "mlp_bias": field(False, "use_bias"),
+    "attention_bias": field(False, "attention_bias"), "classifier_bias": field(False, "use_bias"),
     "hidden_activation": field("gelu", "activation"),
     "classifier_activation": field("gelu", "activation"),
     "tie_word_embeddings": field(True, "tie_embeddings"),
     "attention_dropout": field(0.0, "attention_dropout"),
     "mlp_dropout": field(0.0, "activation_dropout"),
-}
+}  # fmt: skip
 
 
 def _read(f: Fields, tensors: frozenset[str]) -> dict:
@@ -53,25 +45,20 @@ def _read(f: Fields, tensors: frozenset[str]) -> dict:
     f.must("decoder_bias", True)
     return {
         **per_layer(window=[window[x] for x in kinds], position=[position[x] for x in kinds]),
-        "embedding_norm": True,
-        "first_norm": False,
-        "glu": True,
-        "head_transform": True,
+        "embedding_norm": True, "first_norm": False, "glu": True, "head_transform": True,
         "logit_bias": True,
-    }
+    }  # fmt: skip
 
 
 def _write(c: ModelConfig) -> dict:
     layers = c.layers("encoder")
     first_layer = {bool(layer.window): layer for layer in reversed(layers)}
     full, local = first_layer.get(False, layers[0]), first_layer.get(True, layers[0])
+    by_type = {"full_attention": full, "sliding_attention": local}
     return {
         "layer_types": ["sliding_attention" if x.window else "full_attention" for x in layers],
         "local_attention": 2 * (local.window - 1) if local.window else 128,
-        "rope_parameters": {
-            "full_attention": write_rope(full.position),
-            "sliding_attention": write_rope(local.position),
-        },
+        "rope_parameters": {kind: write_rope(x.position) for kind, x in by_type.items()},
     }
 
 

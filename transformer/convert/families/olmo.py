@@ -18,9 +18,8 @@ _NORMS = {
     "post_attention_layernorm": "self_attention_residual/res_norm",
     "post_feedforward_layernorm": "feed_forward_residual/res_norm",
 }
-_variant = functools.partial(
-    llama.Variant, norms=_NORMS, special_tokens={"pad_token_id": 1, "eos_token_id": 50_279}
-)
+_TOKENS = {"pad_token_id": 1, "eos_token_id": 50_279}
+_variant = functools.partial(llama.Variant, norms=_NORMS, special_tokens=_TOKENS)
 _COMMON = {"norm_placement": "res_post", "qk_norm": True, "qk_norm_joint": True}
 
 

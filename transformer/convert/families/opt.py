@@ -9,22 +9,16 @@ from transformer.convert.weights import attention, linear, norm, same
 from transformer.model.config import ModelConfig
 
 _FIELDS = {
-    "vocab_size": field(50272, "vocab_size"),
-    "hidden_size": field(768, "d_model"),
-    "word_embed_proj_dim": optional(int, ours="d_embedding"),
-    "ffn_dim": field(3072, "d_ff"),
+    "vocab_size": field(50272, "vocab_size"), "hidden_size": field(768, "d_model"),
+    "word_embed_proj_dim": optional(int, ours="d_embedding"), "ffn_dim": field(3072, "d_ff"),
     "num_attention_heads": field(12, "num_heads"),
     "num_hidden_layers": field(12, "num_decoder_layers"),
-    "max_position_embeddings": field(2048, "max_length"),
-    "do_layer_norm_before": True,
-    "_remove_final_layer_norm": False,
-    "layer_norm_elementwise_affine": field(True, "norm_gain"),
-    "activation_function": field("relu", "activation"),
-    "enable_bias": field(True, "use_bias"),
-    "tie_word_embeddings": field(True, "tie_embeddings"),
-    "dropout": field(0.1, "dropout"),
+    "max_position_embeddings": field(2048, "max_length"), "do_layer_norm_before": True,
+    "_remove_final_layer_norm": False, "layer_norm_elementwise_affine": field(True, "norm_gain"),
+    "activation_function": field("relu", "activation"), "enable_bias": field(True, "use_bias"),
+    "tie_word_embeddings": field(True, "tie_embeddings"), "dropout": field(0.1, "dropout"),
     "attention_dropout": field(0.0, "attention_dropout"),
-}
+}  # fmt: skip
 
 
 def _read(f: Fields, tensors: frozenset[str]) -> dict:
@@ -33,10 +27,9 @@ def _read(f: Fields, tensors: frozenset[str]) -> dict:
     return {
         "d_embedding": 0 if width in (None, f.get("hidden_size")) else width,
         "position": {"name": "learned", "offset": 2},
-        "norm_placement": before if f.get("do_layer_norm_before") else "post",
-        "norm_epsilon": 1e-5,
+        "norm_placement": before if f.get("do_layer_norm_before") else "post", "norm_epsilon": 1e-5,
         "norm_offset": f.get("layer_norm_elementwise_affine"),
-    }
+    }  # fmt: skip
 
 
 def _write(c: ModelConfig) -> dict:

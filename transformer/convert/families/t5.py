@@ -3,54 +3,35 @@
 A pre-norm encoder-decoder with bucketed relative distances, RMSNorm and no biases.
 """
 
+from transformer.convert import fields
 from transformer.convert.family import Family
-from transformer.convert.fields import (
-    ACTIVATIONS,
-    Field,
-    Fields,
-    changed,
-    field,
-    optional,
-    positive,
-)
+from transformer.convert.fields import Field, Fields, changed, field, optional, positive
 from transformer.convert.rope import options
 from transformer.convert.weights import Copy, attention, linear, norm, same
 from transformer.errors import UserError
 from transformer.model.config import ModelConfig
 
 _PROJECTIONS = {
-    "relu": ("relu", False),
-    "gelu": ("gelu", False),
-    "silu": ("silu", False),
-    "gelu_new": ("gelu_tanh", False),
-    "gated-gelu": ("gelu_tanh", True),
-    "gated-silu": ("silu", True),
-    "gated-relu": ("relu", True),
-}
+    "relu": ("relu", False), "gelu": ("gelu", False), "silu": ("silu", False),
+    "gelu_new": ("gelu_tanh", False), "gated-gelu": ("gelu_tanh", True),
+    "gated-silu": ("silu", True), "gated-relu": ("relu", True),
+}  # fmt: skip
 """Their feed_forward_proj -> our (activation, glu).
 
 In T5, gated gelu is the tanh approximation, and ungated gelu is exact.
 """
 
 _FIELDS = {
-    "vocab_size": field(32128, "vocab_size"),
-    "d_model": field(512, "d_model"),
-    "d_kv": field(64, "d_head"),
-    "d_ff": field(2048, "d_ff"),
+    "vocab_size": field(32128, "vocab_size"), "d_model": field(512, "d_model"),
+    "d_kv": field(64, "d_head"), "d_ff": field(2048, "d_ff"),
     "num_layers": field(6, "num_encoder_layers"),
     "num_decoder_layers": optional(int, ours="num_decoder_layers"),
-    "num_heads": field(8, "num_heads"),
-    "n_positions": field(512, "max_length"),
-    "relative_attention_num_buckets": 32,
-    "relative_attention_max_distance": 128,
-    "layer_norm_epsilon": positive(1e-6, "norm_epsilon"),
-    "feed_forward_proj": "relu",
-    "dense_act_fn": "",
-    "is_gated_act": False,
-    "dropout_rate": 0.1,
-    "tie_word_embeddings": Field(True, bool, nullable=True),
-    "scale_decoder_outputs": True,
-}
+    "num_heads": field(8, "num_heads"), "n_positions": field(512, "max_length"),
+    "relative_attention_num_buckets": 32, "relative_attention_max_distance": 128,
+    "layer_norm_epsilon": positive(1e-6, "norm_epsilon"), "feed_forward_proj": "relu",
+    "dense_act_fn": "", "is_gated_act": False, "dropout_rate": 0.1,
+    "tie_word_embeddings": Field(True, bool, nullable=True), "scale_decoder_outputs": True,
+}  # fmt: skip
 
 
 def _read(f: Fields, tensors: frozenset[str]) -> dict:
@@ -58,7 +39,7 @@ def _read(f: Fields, tensors: frozenset[str]) -> dict:
     # Transformers derives dense_act_fn and is_gated_act from feed_forward_proj, writes both, and
     # reads them in preference to it.
     if f.has("dense_act_fn"):
-        activation = f.one_of("dense_act_fn", ACTIVATIONS)
+        activation = f.one_of("dense_act_fn", fields.ACTIVATIONS)
     glu = f.get("is_gated_act", glu)
     f.ignore("output_past")
     f.must("is_decoder", False, "only encoder-decoders can be loaded")
@@ -70,19 +51,12 @@ def _read(f: Fields, tensors: frozenset[str]) -> dict:
     return {
         "num_decoder_layers": f.get("num_decoder_layers") or f.get("num_layers"),
         "position": {"name": "t5", "num_buckets": buckets, "max_distance": distance},
-        "norm": "rmsnorm",
-        "activation": activation,
-        "glu": glu,
-        "use_bias": False,
-        "attention_scale": 1.0,
-        "tie_embeddings": "lm_head.weight" not in tensors,
-        "logit_scale": f.get("d_model") ** -0.5 if scaled else 1.0,
-        "dropout": dropout,
-        "attention_dropout": dropout,
-        "activation_dropout": dropout,
-        "initializer": "xavier_uniform",
-        "embedding_init_std": 1.0,
-    }
+        "norm": "rmsnorm", "activation": activation, "glu": glu, "use_bias": False,
+        "attention_scale": 1.0, "tie_embeddings": "lm_head.weight" not in tensors,
+        "logit_scale": f.get("d_model") ** -0.5 if scaled else 1.0, "dropout": dropout,
+        "attention_dropout": dropout, "activation_dropout": dropout,
+        "initializer": "xavier_uniform", "embedding_init_std": 1.0,
+    }  # fmt: skip
 
 
 def _write(c: ModelConfig) -> dict:
@@ -122,6 +96,8 @@ def _weights(c: ModelConfig):
         yield from linear("lm_head", "unembedding", bias=False)
 
 
+_STACKS = ("encoder", "decoder")
+_COPIES = tuple(Copy(f"{side}.embed_tokens.weight", "shared.weight") for side in _STACKS)
 _MT5 = {"vocab_size": 250112, "d_ff": 1024, "num_layers": 8, "num_heads": 6}
 _MT5 |= {"feed_forward_proj": "gated-gelu"}
 
@@ -132,9 +108,7 @@ FAMILIES = [
         table="shared",
         special_tokens={"pad_token_id": 0, "eos_token_id": 1} | start,
         aliases={"head_dim": "d_kv"},
-        copies=lambda c: tuple(
-            Copy(f"{side}.embed_tokens.weight", "shared.weight") for side in ("encoder", "decoder")
-        ),
+        copies=lambda c: _COPIES,
         # Transformers never reads it.
         unused=(r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",),
     )

@@ -28,9 +28,7 @@ class Denoiser(NamedTuple):
         inputs = tokens - noise + (self.mode_token >= 0)
         return (inputs + spans + 1, noise + spans + 1) if self.mean_length else (inputs, noise)
 
-    def split(
-        self, ids: np.ndarray, sentinel: int, eos: int, generator: np.random.Generator
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def split(self, ids: np.ndarray, sentinel: int, eos: int, generator) -> tuple[np.ndarray, ...]:
         """(inputs, targets). A sentinel replaces each span in the inputs, and precedes it in the
         targets. `sentinel` is the id of the first one; the ids of the others count down from it.
         """
@@ -106,12 +104,9 @@ class _Denoising(Objective):
     def piece(self, task) -> int:
         """The length of the longest piece that fits into a sequence with every denoiser."""
         data, decoder_only = task.data, task.model.family == "decoder"
-        fits = lambda inputs, targets: (
-            inputs + targets <= data.length
-            if decoder_only
-            else inputs <= data.length and targets <= data.decoder_length
-        )
-        size = 2 * (data.length + data.decoder_length)
+        together = lambda inputs, targets: inputs + targets <= data.length
+        apart = lambda inputs, targets: inputs <= data.length and targets <= data.decoder_length
+        fits, size = together if decoder_only else apart, 2 * (data.length + data.decoder_length)
         while size >= 2 and not all(fits(*d.needs(size)) for d in self.denoisers):
             size -= 1
         return size

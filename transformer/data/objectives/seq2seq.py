@@ -65,10 +65,8 @@ class _Pairs:
             length, half = self._length, self._length // 2
             rooms = (half, length - half) if self._long[pair] else (length, length)
         source, targets = (texts[pair] for texts in self._texts)
-        source, targets = (
-            self._cut([*self._before, *source], rooms[0]),
-            self._cut(targets, rooms[1]),
-        )
+        source = self._cut([*self._before, *source], rooms[0])
+        targets = self._cut(targets, rooms[1])
         if not self._alone:
             return Segment(shifted(bos, targets), targets, source)
         segment = continued(bos, source, targets)

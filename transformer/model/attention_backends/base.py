@@ -86,10 +86,8 @@ class Inputs:
         names = ("position", "sink_N", "q_tokens", "k_tokens", "dropout_key")
         arrays = tuple(getattr(self, name) for name in names)
         program = self.replace(**dict.fromkeys(names))
-
-        def merge(learned: tuple, fixed: tuple) -> "Inputs":
-            return program.replace(**dict(zip(names, (*learned, *fixed), strict=True)))
-
+        named = lambda *arrays: dict(zip(names, arrays, strict=True))
+        merge = lambda learned, fixed: program.replace(**named(*learned, *fixed))
         return arrays[:2], arrays[2:], merge
 
 
@@ -102,9 +100,7 @@ def by_head(x_BxTxNxH: jax.Array) -> jax.Array:
     return jnp.swapaxes(x_BxTxNxH, 1, 2)
 
 
-def logits(
-    q_BxTxNxH: jax.Array, k_BxSxKxH: jax.Array, inputs: Inputs
-) -> tuple[jax.Array, jax.Array]:
+def logits(q_BxTxNxH, k_BxSxKxH, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
     """Returns the logits, float32[B, N, T, S], and the mask, bool[B, T, S].
 
     The logits are scale q k^T with the position scheme applied, and soft-capped if there is a cap.
@@ -164,6 +160,5 @@ def _keep(inputs: Inputs, shape: tuple[int, int, int, int]) -> jax.Array:
 
 
 def _pair(inputs: Inputs, mask_BxTxS: jax.Array) -> Pair:
-    return Pair(
-        inputs.q_tokens.positions_BxT, inputs.k_tokens.positions_BxT, mask_BxTxS, inputs.scale
-    )
+    q, k = inputs.q_tokens, inputs.k_tokens
+    return Pair(q.positions_BxT, k.positions_BxT, mask_BxTxS, inputs.scale)

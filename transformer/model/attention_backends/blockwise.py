@@ -35,9 +35,7 @@ MASKED = -2e38
 """The logit of a masked pair: exp(MASKED - x) is 0 for every x from `LOWEST` on."""
 
 
-def blockwise(
-    q_BxTxNxH: jax.Array, k_BxSxKxH: jax.Array, v_BxSxKxH: jax.Array, inputs: Inputs, inner=None
-) -> jax.Array:
+def blockwise(q_BxTxNxH, k_BxSxKxH, v_BxSxKxH, inputs: Inputs, inner=None) -> jax.Array:
     """Returns what `reference` returns."""
     T, S, inner = q_BxTxNxH.shape[1], k_BxSxKxH.shape[1], inner or Einsum()
     sizes = (min(inner.block, T), min(inner.block, S))
@@ -53,9 +51,8 @@ def blockwise(
 def why_not(q, k, v, inputs: Inputs) -> str | None:
     """Returns why the backend does not support these inputs, in a few words, or None."""
     position = inputs.logits_position
-    if position is not None and not position.pairwise:
-        return "the position scheme needs all keys of a query at once"
-    return None
+    pairwise = position is None or position.pairwise
+    return None if pairwise else "the position scheme needs all keys of a query at once"
 
 
 def needed(inputs: Inputs, T: int, S: int, sizes: tuple[int, int]) -> tuple[tuple[int, int], ...]:
@@ -126,18 +123,15 @@ class Einsum:
 
         `lse` and `delta`, float32[B, N, t], are over all keys of the queries.
         """
-        with_scheme = lambda position: inputs.replace(position=position)
+        with_scheme, position = lambda position: inputs.replace(position=position), inputs.position
         score = lambda q, k, position: logits(q, k, with_scheme(position))
-        logits_BxNxtxs, pull_logits, mask_Bxtxs = jax.vjp(
-            score, q, k, inputs.position, has_aux=True
-        )
+        logits_BxNxtxs, pull_logits, mask_Bxtxs = jax.vjp(score, q, k, position, has_aux=True)
         mask = mask_Bxtxs[:, None]
         log_weights = jnp.where(mask, logits_BxNxtxs - lse[..., None], 0.0)
         weights = jnp.where(mask, jnp.exp(log_weights), 0.0)
-        apply_weights = lambda w, v, position: read(
-            w, v, with_scheme(position), mask_Bxtxs, jnp.float32
-        )
-        _, pull_read = jax.vjp(apply_weights, weights, v, inputs.position)
+        options = mask_Bxtxs, jnp.float32
+        apply_weights = lambda w, v, position: read(w, v, with_scheme(position), *options)
+        _, pull_read = jax.vjp(apply_weights, weights, v, position)
         d_weights, d_v, d_position_of_read = pull_read(d_out.astype(jnp.float32))
         d_q, d_k, d_position_of_logits = pull_logits(weights * (d_weights - delta[..., None]))
         add = lambda a, b: a.astype(jnp.float32) + b.astype(jnp.float32)
@@ -173,9 +167,8 @@ def accumulate(running: Running, q_Ixs, k_Jxs, v_Jxs, inputs: Inputs, pairs, inn
     """Returns `running` after these pairs of blocks. The tokens of `inputs` are in blocks, too."""
 
     def add(running: Running, pair):
-        i, j = pair
-        qkv, block = _block(i, j, q_Ixs, k_Jxs, v_Jxs, inputs)
-        return running.add(i, *inner.forward(*qkv, block)), None
+        qkv, block = _block(*pair, q_Ixs, k_Jxs, v_Jxs, inputs)
+        return running.add(pair[0], *inner.forward(*qkv, block)), None
 
     return _scan(add, running, pairs)
 
@@ -191,8 +184,7 @@ def accumulate_gradients(
     def add(grads: Gradients, pair):
         i, j = pair
         qkv, block = _block(i, j, q_Ixs, k_Jxs, v_Jxs, inputs)
-        of_block = (x[i] for x in of_queries)
-        d_q, d_k, d_v, d_position = inner.backward(*qkv, block, *of_block)
+        d_q, d_k, d_v, d_position = inner.backward(*qkv, block, *(x[i] for x in of_queries))
         add_at = lambda total, index, x: total.at[index].add(x.astype(total.dtype))
         return Gradients(
             add_at(grads.q_Ixs, i, d_q),
@@ -205,7 +197,6 @@ def accumulate_gradients(
 
 
 def _scan(add, carry, pairs):
-    """Applies `add` to each pair of blocks in turn."""
     pairs = pairs if isinstance(pairs, jax.Array) else np.asarray(pairs, np.int32).reshape(-1, 2)
     return jax.lax.scan(add, carry, (pairs[:, 0], pairs[:, 1]))[0]
 
@@ -226,7 +217,6 @@ class Gradients:
 
 
 def _block(i, j, q_Ixs, k_Jxs, v_Jxs, inputs: Inputs) -> tuple[tuple[jax.Array, ...], Inputs]:
-    """Returns the queries of block i, the keys and values of block j, and their inputs."""
     pick = lambda tokens, n: jax.tree.map(lambda x: x[n], tokens)
     block = inputs.replace(q_tokens=pick(inputs.q_tokens, i), k_tokens=pick(inputs.k_tokens, j))
     if inputs.dropout_key is not None:

@@ -46,9 +46,7 @@ def why_not(q, k, v, inputs: Inputs) -> str | None:
     return next((reason for reason, holds in problems.items() if holds), None)
 
 
-def cudnn(
-    q_BxTxNxH: jax.Array, k_BxSxKxH: jax.Array, v_BxSxKxH: jax.Array, inputs: Inputs
-) -> jax.Array:
+def cudnn(q_BxTxNxH, k_BxSxKxH, v_BxSxKxH, inputs: Inputs) -> jax.Array:
     """Returns what `reference` returns."""
     q_tokens, k_tokens, position = inputs.q_tokens, inputs.k_tokens, inputs.logits_position
     mask_BxTxS, bias_BxNxTxS = inputs.mask(q_tokens, k_tokens), None
@@ -56,15 +54,11 @@ def cudnn(
         bias_BxNxTxS = position.bias(q_tokens.positions_BxT, k_tokens.positions_BxT)
         shape = (len(bias_BxNxTxS), q_BxTxNxH.shape[2], *bias_BxNxTxS.shape[2:])
         bias_BxNxTxS = jnp.broadcast_to(bias_BxNxTxS, shape).astype(q_BxTxNxH.dtype)
-    in_order = (
-        q_tokens.order == k_tokens.order in ("contiguous", "increasing")
-        and q_tokens.until_BxT is None
-    )
+    is_sorted = q_tokens.order == k_tokens.order in ("contiguous", "increasing")
+    in_order = is_sorted and q_tokens.until_BxT is None
+    arrays = q_BxTxNxH, k_BxSxKxH, v_BxSxKxH, bias_BxNxTxS
     out_BxTxNxH = jax.nn.dot_product_attention(
-        q_BxTxNxH,
-        k_BxSxKxH,
-        v_BxSxKxH,
-        bias=bias_BxNxTxS,
+        *arrays,
         mask=jnp.broadcast_to(mask_BxTxS[:, None], (len(q_BxTxNxH), 1, *mask_BxTxS.shape[1:])),
         scale=inputs.scale,
         is_causal=inputs.mask.causal and in_order and q_BxTxNxH.shape[1] == k_BxSxKxH.shape[1],

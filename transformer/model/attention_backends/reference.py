@@ -10,9 +10,7 @@ import jax.numpy as jnp
 from transformer.model.attention_backends.base import Inputs, logits, read
 
 
-def reference(
-    q_BxTxNxH: jax.Array, k_BxSxKxH: jax.Array, v_BxSxKxH: jax.Array, inputs: Inputs
-) -> jax.Array:
+def reference(q_BxTxNxH, k_BxSxKxH, v_BxSxKxH, inputs: Inputs) -> jax.Array:
     """Returns softmax(scale q k^T + bias) v over unmasked keys (Vaswani et al. 2017, eq. 1).
 
     The softmax is in float32. With `soft_cap` c, the logits become c tanh(logits / c). With
@@ -25,9 +23,7 @@ def reference(
     return read(softmax(logits_BxNxTxS, mask_BxTxS, inputs.sink_N), v_BxSxKxH, inputs, mask_BxTxS)
 
 
-def softmax(
-    logits_BxNxTxS: jax.Array, mask_BxTxS: jax.Array, sink_N: jax.Array | None
-) -> jax.Array:
+def softmax(logits_BxNxTxS, mask_BxTxS, sink_N: jax.Array | None) -> jax.Array:
     """Returns weights over the unmasked keys, and zero elsewhere.
 
     With a sink, the weights of a query sum to less than one.
@@ -40,9 +36,6 @@ def softmax(
 def _softmax(logits_BxNxTxS: jax.Array, sink_N: jax.Array | None) -> jax.Array:
     if sink_N is None:
         return jax.nn.softmax(logits_BxNxTxS, axis=-1)
-    sink_BxNxTx1 = jnp.broadcast_to(
-        sink_N.astype(jnp.float32)[:, None, None], (*logits_BxNxTxS.shape[:-1], 1)
-    )
-    return jax.nn.softmax(jnp.concatenate([logits_BxNxTxS, sink_BxNxTx1], axis=-1), axis=-1)[
-        ..., :-1
-    ]
+    shape, sink_Nx1x1 = (*logits_BxNxTxS.shape[:-1], 1), sink_N.astype(jnp.float32)[:, None, None]
+    with_sink = jnp.concatenate([logits_BxNxTxS, jnp.broadcast_to(sink_Nx1x1, shape)], axis=-1)
+    return jax.nn.softmax(with_sink, axis=-1)[..., :-1]

@@ -39,9 +39,7 @@ def why_not(q, k, v, inputs: Inputs) -> str | None:
     return blockwise.why_not(q, k, v, inputs)
 
 
-def ring(
-    q_BxTxNxH: jax.Array, k_BxSxKxH: jax.Array, v_BxSxKxH: jax.Array, inputs: Inputs, inner=None
-) -> jax.Array:
+def ring(q_BxTxNxH, k_BxSxKxH, v_BxSxKxH, inputs: Inputs, inner=None) -> jax.Array:
     """Returns what `reference` returns, with T and S sharded over the mesh axis of "length".
 
     `inner` computes a pair of blocks (see blockwise.py). In zigzag order, the dropout mask is that
@@ -54,18 +52,16 @@ def ring(
     by_token, by_query, replicated = P(None, axis), P(None, None, axis), P()
     in_specs = (by_token, by_token, by_token, replicated, (by_token, by_token, replicated))
 
-    def on_devices(f, in_specs, out_specs):
+    def on_devices(f, more_in_specs, out_specs):
         def local(q, k, v, learned, fixed, *more):
             return f(plan, q, k, v, merge(learned, fixed), *more)
 
-        return jax.shard_map(
-            local, in_specs=in_specs, out_specs=out_specs, axis_names={axis}, check_vma=False
-        )
+        specs = {"in_specs": (*in_specs, *more_in_specs), "out_specs": out_specs}
+        return jax.shard_map(local, **specs, axis_names={axis}, check_vma=False)
 
-    device_forward = on_devices(_forward, in_specs, (by_token, by_query))
-    device_backward = on_devices(
-        _backward, (*in_specs, by_token, by_query, by_token), (by_token,) * 3 + (replicated,)
-    )
+    device_forward = on_devices(_forward, (), (by_token, by_query))
+    of_gradients = (*[by_token] * 3, replicated)
+    device_backward = on_devices(_backward, (by_token, by_query, by_token), of_gradients)
 
     def forward(*args):
         out, lse = device_forward(*args)
@@ -135,7 +131,6 @@ def _block_size(tokens: int, block: int) -> int:
 
 
 def _pass_on(plan: _Plan, tree):
-    """Sends all arrays of `tree` to the next device of the ring."""
     permutation = [(d, (d + 1) % plan.count) for d in range(plan.count)]
     return jax.tree.map(lambda x: jax.lax.ppermute(x, plan.axis, permutation), tree)
 
@@ -192,10 +187,8 @@ def _backward(plan: _Plan, q, k, v, inputs: Inputs, out, lse_BxNxT, d_out):
 
     def process(carry, pairs, inputs: Inputs):
         (d_q, d_position), (k, v, d_k, d_v, tokens) = carry
-        grads = Gradients(d_q, d_k, d_v, d_position)
-        grads = blockwise.accumulate_gradients(
-            grads, q, k, v, inputs, pairs, plan.inner, lse, delta, d_out
-        )
+        blocks = Gradients(d_q, d_k, d_v, d_position), q, k, v, inputs, pairs, plan.inner
+        grads = blockwise.accumulate_gradients(*blocks, lse, delta, d_out)
         return (grads.q_Ixs, grads.position), (k, v, grads.k_Jxs, grads.v_Jxs, tokens)
 
     zero = Gradients.zero(q, k, v, inputs.position)

@@ -88,7 +88,6 @@ _AXES = {"in": ("embed", "ff"), "gate": ("embed", "ff"), "out": ("ff", "embed")}
 
 
 def _map_kernels(f: Callable, matrices: dict[str, Matrix]) -> dict[str, Matrix]:
-    """Applies f(name, kernel) to each kernel."""
     return {name: m.replace(kernel_ExIxO=f(name, m.kernel_ExIxO)) for name, m in matrices.items()}
 
 
@@ -204,8 +203,7 @@ def with_capacity(factor: float):
 
     def dispatch(x_BxTxD, experts_BxTxK, weights_BxTxK, real_BxT, matrices, apply, key):
         (B, T, D), K, E = x_BxTxD.shape, experts_BxTxK.shape[2], len(matrices["in"].kernel_ExIxO)
-        gather = lambda name, x: gathered(x, ("expert", *_AXES[name]))
-        matrices = _map_kernels(gather, matrices)
+        matrices = _map_kernels(lambda name, x: gathered(x, ("expert", *_AXES[name])), matrices)
         C = min(T, math.ceil(factor * T * K / E))
         expert_BxTxK = jnp.where(real_BxT[..., None], experts_BxTxK, E)
         chosen_BxTKxE = jax.nn.one_hot(expert_BxTxK, E, dtype=jnp.int32).reshape(B, T * K, E)

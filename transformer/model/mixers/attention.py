@@ -97,7 +97,6 @@ class Attention(nn.Module):
         return out_BxTxD, new
 
     def _queries(self, x_BxTxD: jax.Array) -> jax.Array:
-        """Returns the queries, [B, T, N, H]."""
         q_BxTxNxH = self._heads("query", self.config.num_heads)(x_BxTxD)
         return self._normalized("query_norm", q_BxTxNxH)
 
@@ -194,8 +193,7 @@ def inner_attention(
     sink's parameter, passes on dropout, and records statistics if `module` is watched
     (model/watch.py).
     """
-    cfg = module.config
-    sink_N = None
+    cfg, sink_N = module.config, None
     if cfg.attention_sink:
         sink_N = declare(module, "sink", nn.initializers.zeros, ("heads",), (cfg.num_heads,))
     scale = size**-0.5 * (cfg.base.head_size / cfg.head_size) ** 0.5

@@ -195,15 +195,13 @@ def chunked_recurrence(q, k, v, log_a, b, document_BxT, s_BxNxHxV, *, size: int)
 
     The state S before a chunk contributes only to the tokens that continue its document.
     """
-    length, heads = q.shape[1:3]
-    size = min(size, length)
+    (length, heads), size = q.shape[1:3], min(size, q.shape[1])
     padding = -length % size
 
     def cut(x):
         """[B, T, N, ...] -> [B, N, X, C, ...]. The padding neither decays S nor writes to it."""
         x = jnp.pad(x, ((0, 0), (0, padding)) + ((0, 0),) * (x.ndim - 2))
-        x = x.reshape(len(x), -1, size, *x.shape[2:])
-        return jnp.moveaxis(x, 3, 1)
+        return jnp.moveaxis(x.reshape(len(x), -1, size, *x.shape[2:]), 3, 1)
 
     q, k, v, b = (cut(x) for x in (q, k, v, b))
     c = jnp.cumsum(cut(log_a), axis=-1)

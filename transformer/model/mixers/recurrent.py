@@ -58,8 +58,7 @@ class Recurrent(Mixer):
 
     def empty(self, batch: int, units: int) -> RecurrentState:
         """Returns the state before the first token."""
-        zeros = jnp.zeros((batch, units), jnp.float32)
-        segments = jnp.zeros((batch,), jnp.int32)
+        zeros, segments = jnp.zeros((batch, units), jnp.float32), jnp.zeros((batch,), jnp.int32)
         return RecurrentState(zeros, zeros if self.has_memory else None, segments)
 
     def __post_init__(self):
@@ -204,8 +203,7 @@ class Directions(nn.Module):
 
     @nn.compact
     def __call__(self, x_BxTxD, context: Context, position, state, deterministic):
-        cfg, outputs = self.config, []
-        units = cfg.d_model // len(self.directions)
+        cfg, outputs, units = self.config, [], self.config.d_model // len(self.directions)
         for name in self.directions:
             one_way = Recurrence(cfg, self.kind, units, self.gain, name == "backward", name=name)
             h_BxTxG, _, new_state = one_way(x_BxTxD, context.tokens, state)

@@ -78,9 +78,7 @@ class Sinusoidal(Position):
         return x_BxTxD + values.astype(x_BxTxD.dtype)
 
 
-def sinusoids(
-    positions_BxT: jax.Array, d_model: int, base: float, layout: str = "interleaved"
-) -> jax.Array:
+def sinusoids(positions_BxT, d_model: int, base: float, layout: str = "interleaved") -> jax.Array:
     """Returns float32[B, T, d_model], the sines and cosines of Vaswani et al. (2017, sec. 3.5)."""
     frequency_D2 = base ** (-jnp.arange(0, d_model, 2, dtype=jnp.float32) / d_model)
     phase = positions_BxT[..., None].astype(jnp.float32) * frequency_D2

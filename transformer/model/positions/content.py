@@ -33,9 +33,8 @@ def _projection(param, facts, name: str) -> jax.Array:
 
 
 def _products(x_BxTxNxH: jax.Array, table_RxH: jax.Array) -> jax.Array:
-    """Returns the products of queries with the vectors of a table, float32[B, N, T, R]."""
-    equation = "BTNH,RH->BNTR"
-    return jnp.einsum(equation, x_BxTxNxH, table_RxH, preferred_element_type=jnp.float32)
+    f32 = jnp.float32
+    return jnp.einsum("BTNH,RH->BNTR", x_BxTxNxH, table_RxH, preferred_element_type=f32)
 
 
 def _pick(x_BxNxTxR: jax.Array, index_BxTxS: jax.Array) -> jax.Array:
@@ -88,9 +87,8 @@ class Shaw(Position):
 
     def score(self, logits_BxNxTxS, q_BxTxNxH, k_BxSxNxH, pair):
         products_BxNxTxR = _products(q_BxTxNxH, self.keys_RxH)
-        return logits_BxNxTxS + pair.scale * _pick(
-            products_BxNxTxR, self._index(pair.distance_BxTxS)
-        )
+        terms_BxNxTxS = _pick(products_BxNxTxR, self._index(pair.distance_BxTxS))
+        return logits_BxNxTxS + pair.scale * terms_BxNxTxS
 
     def value(self, out_BxTxNxH, weights_BxNxTxS, pair):
         if self.values_RxH is None:
@@ -251,10 +249,8 @@ class CoPE(Position):
 
     def check(self, facts):
         if not facts.causal:
-            return (
-                "model.position: 'cope' counts the tokens before a query and needs a causal mask; "
-                "choose another scheme"
-            )
+            needs = "counts the tokens before a query and needs a causal mask"
+            return f"model.position: 'cope' {needs}; choose another scheme"
         if self.max_positions < 2:
             return f"model.position.max_positions: {self.max_positions} must be at least 2"
         return None

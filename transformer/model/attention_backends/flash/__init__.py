@@ -20,15 +20,9 @@ Shape suffixes: B batch, T query length, S key length, N query heads, K key/valu
 import jax
 import jax.numpy as jnp
 
-from transformer.model.attention_backends.base import Inputs
+from transformer.model.attention_backends.base import Inputs, by_head
 from transformer.model.attention_backends.blockwise import blockwise
-from transformer.model.attention_backends.flash.call import (
-    TILES,
-    Call,
-    by_head,
-    bytes_per_token,
-    memory,
-)
+from transformer.model.attention_backends.flash.call import TILES, Call, bytes_per_token, memory
 from transformer.model.attention_backends.flash.tiles import LANES
 from transformer.model.attention_backends.ring import ring, why_not as why_no_ring
 from transformer.model.sharding import axis_of, platform
@@ -112,18 +106,16 @@ class BlockPair:
     def forward(self, q_BxTxNxH, k_BxSxKxH, v_BxSxKxV, inputs: Inputs):
         """Returns (float32[B, T, N, V], log-sum-exp of the logits, float32[B, N, T])."""
         call, args = Call.of(q_BxTxNxH, k_BxSxKxH, v_BxSxKxV, inputs, whole=False)
-        out_BxNxTxV, lse_BxNxT = call.forward(*args)
-        T = q_BxTxNxH.shape[1]
+        (out_BxNxTxV, lse_BxNxT), T = call.forward(*args), q_BxTxNxH.shape[1]
         return by_head(out_BxNxTxV)[:, :T], lse_BxNxT[..., :T]
 
     def backward(self, q_BxTxNxH, k_BxSxKxH, v_BxSxKxV, inputs: Inputs, lse, delta, d_out):
         """Returns the gradients of q, k, v and the position scheme."""
-        prepare = lambda q, k, v, position: Call.of(
-            q, k, v, inputs.replace(position=position), whole=False
-        )
-        call, args = prepare(q_BxTxNxH, k_BxSxKxH, v_BxSxKxV, inputs.position)
-        differentiable = lambda *inputs: prepare(*inputs)[1][:4]
-        _, pull = jax.vjp(differentiable, q_BxTxNxH, k_BxSxKxH, v_BxSxKxV, inputs.position)
+        with_scheme = lambda position: inputs.replace(position=position)
+        prepare = lambda q, k, v, position: Call.of(q, k, v, with_scheme(position), whole=False)
+        learned = q_BxTxNxH, k_BxSxKxH, v_BxSxKxV, inputs.position
+        call, args = prepare(*learned)
+        _, pull = jax.vjp(lambda *learned: prepare(*learned)[1][:4], *learned)
         more = ((0, 0), (0, 0), (0, args[0].shape[2] - q_BxTxNxH.shape[1]))
         d_out = jnp.pad(by_head(d_out), (*more, (0, 0))).astype(v_BxSxKxV.dtype)
         lse, delta = (jnp.pad(x, more) for x in (lse, delta))

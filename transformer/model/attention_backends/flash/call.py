@@ -30,7 +30,6 @@ MEMORY = {"TPU v4": 16, "TPU v5": 64, "TPU v5p": 64, "TPU7x": 64}
 COST = {512: 1.0, 256: 1.15, 128: 1.5}
 """Time per pair of tokens by the number of tokens per tile, relative to the largest tile."""
 
-
 TILES = 6 * 2**20
 """Bytes of on-chip memory for the tiles that a kernel works on."""
 
@@ -96,10 +95,8 @@ class Call:
             q_start, k_start = (x.positions_BxT[0, 0] for x in (inputs.q_tokens, inputs.k_tokens))
             offset = q_start - k_start
             distances_D = offset + jnp.arange(-reach, T + more_T + 1, dtype=jnp.int32)
-            qkv = q_BxTxNxH, k_BxSxKxH, v_BxSxKxV
-            q_BxTxNxH, k_BxSxKxH, v_BxSxKxV, terms = prepare(
-                *qkv, position, inputs.scale, distances_D
-            )
+            args = q_BxTxNxH, k_BxSxKxH, v_BxSxKxV, position, inputs.scale, distances_D
+            q_BxTxNxH, k_BxSxKxH, v_BxSxKxV, terms = prepare(*args)
             kinds = kinds_of_tiles(offset, (T + more_T, S + more_S), (t, s), terms.ends)
         pad = lambda x, size: jnp.pad(by_head(x), ((0, 0), (0, 0), (0, size), (0, 0)))
         scaled = (q_BxTxNxH * terms.scale).astype(k_BxSxKxH.dtype)
@@ -107,15 +104,12 @@ class Call:
         sizes = (k_BxSxKxH.dtype.itemsize, q_BxTxNxH.shape[-1], v_BxSxKxV.shape[-1])
         per_token = bytes_per_token(*sizes, len(terms.tables))
         vmem = max(T + more_T, S + more_S) * per_token + TILES
-        call = Call(
-            Settings(
-                *(t, s, reach, inputs.soft_cap, dropout, N, not whole, vmem, platform() == "cpu"),
-                (EACH,) if terms.ends is None else (EACH, NONE) if causal else (EACH, ONE, NONE),
-            ),
-            # The share of pairs that a causal mask allows differs between pairs of blocks.
-            pairs(inputs.mask if whole else REAL, inputs.q_tokens, T + more_T, S + more_S),
-            bool(jax.tree.leaves(position)),
-        )
+        numbers = t, s, reach, inputs.soft_cap, dropout, N, not whole, vmem, platform() == "cpu"
+        tiles = (EACH,) if terms.ends is None else (EACH, NONE) if causal else (EACH, ONE, NONE)
+        # The share of pairs that a causal mask allows differs between pairs of blocks.
+        mask = inputs.mask if whole else REAL
+        scope = pairs(mask, inputs.q_tokens, T + more_T, S + more_S)
+        call = Call(Settings(*numbers, tiles), scope, bool(jax.tree.leaves(position)))
         limits = Limits.of(inputs).pad(more_T, more_S).replace(kinds_1xIxJ=kinds)
         q, k, v = pad(scaled, more_T), pad(k_BxSxKxH, more_S), pad(v_BxSxKxV, more_S)
         return call, (q, k, v, terms, limits, seed)
@@ -164,13 +158,10 @@ class Call:
             of_heads, by_sequence = P(batch_axes or None, head_axes or None), P(batch_axes or None)
             of_limits = jax.tree.map(lambda x: by_sequence if len(x) > 1 else P(), limits)
             of_terms = jax.tree.map(lambda _: P(head_axes or None), terms)
-            more_specs = [of_heads] * len(more)
-            local = jax.shard_map(
-                local,
-                in_specs=(of_heads, of_heads, of_heads, of_limits, of_terms, P(), *more_specs),
-                out_specs=(*[of_heads] * results, *[of_terms] * learned),
-                axis_names=axes,
-                check_vma=False,
-            )
+            qkv_specs, more_specs = [of_heads] * 3, [of_heads] * len(more)
+            in_specs = (*qkv_specs, of_limits, of_terms, P(), *more_specs)
+            out_specs = (*[of_heads] * results, *[of_terms] * learned)
+            specs = {"in_specs": in_specs, "out_specs": out_specs}
+            local = jax.shard_map(local, **specs, axis_names=axes, check_vma=False)
         with self.scope:
             return local(q, k, v, limits, terms, seed, *more)

@@ -150,7 +150,6 @@ def _iota(axis: int) -> jax.Array:
 
 
 def _roll(block_LxL: jax.Array) -> jax.Array:
-    """Rolls row r by r."""
     return pltpu.roll(block_LxL, 0, 1, stride=1, stride_axis=0)
 
 

@@ -51,6 +51,7 @@ def forward(
     queries, keys = jax.tree.map(lambda x: x[:, None], (limits.queries, limits.keys))
     of_queries = head_spec(t, lambda n, i: (n, i))
     of_keys = head_spec(S, lambda n, i: (lax.div(n, heads // kv_heads), 0))
+    row = pl.BlockSpec((None, None, 1, t), lambda n, b, i, *_: (b, n, 0, i))
     call = settings.call(
         _kernel,
         name="flash_forward",
@@ -61,10 +62,7 @@ def forward(
             jax.tree.map(row_spec, keys),
             jax.tree.map(term_spec, terms),
         ],
-        out_specs=[
-            of_queries(V),
-            pl.BlockSpec((None, None, 1, t), lambda n, b, i, *_: (b, n, 0, i)),
-        ],
+        out_specs=[of_queries(V), row],
         out_shape=[
             settings.like(v_BxKxSxV, (batch, heads, T, V)),
             jax.ShapeDtypeStruct((batch, heads, 1, T), jnp.float32),

@@ -57,24 +57,17 @@ class Settings:
         fields = ("grid", "in_specs", "out_specs", "scratch_shapes")
         grid_spec = {field: arguments.pop(field) for field in fields}
         semantics = ("parallel", "arbitrary", "arbitrary")
-        return pl.pallas_call(
-            functools.partial(kernel, self),
-            grid_spec=pltpu.PrefetchScalarGridSpec(num_scalar_prefetch=2, **grid_spec),
-            compiler_params=pltpu.CompilerParams(
-                dimension_semantics=semantics, vmem_limit_bytes=self.vmem
-            ),
-            interpret=self.interpret,
-            **arguments,
-        )
+        params = pltpu.CompilerParams(dimension_semantics=semantics, vmem_limit_bytes=self.vmem)
+        arguments |= {"compiler_params": params, "interpret": self.interpret}
+        grid_spec = pltpu.PrefetchScalarGridSpec(num_scalar_prefetch=2, **grid_spec)
+        return pl.pallas_call(functools.partial(kernel, self), grid_spec=grid_spec, **arguments)
 
     def logits(self, products: jax.Array, table_ref, start, limits: Limits | None) -> jax.Array:
         """Returns the logits of a tile from its scaled products of queries and keys.
 
         `limits` is None for a tile without masked pairs. `start` is its row in the bias table.
         """
-        logits = products
-        if table_ref is not None:
-            logits = toeplitz.add(logits, table_ref, start)
+        logits = products if table_ref is None else toeplitz.add(products, table_ref, start)
         if self.soft_cap:
             logits = self.soft_cap * jnp.tanh(logits / self.soft_cap)
         return logits if limits is None else jnp.where(limits.allowed(), logits, MASKED)

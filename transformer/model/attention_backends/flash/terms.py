@@ -65,9 +65,8 @@ def _centered(q, k, v, terms: Terms, far: Terms):
     kv_heads = max(k.shape[2], *(1 if x is None else len(x) for x in (K, V)))
     k, v = (jnp.repeat(x, kv_heads // x.shape[2], axis=2) for x in (k, v))
     values = minus(terms.values_NxDxV, V)
-    return *(_add(Q, q), _add(K, k), _add(V, v)), terms.replace(
-        bias_NxD=bias_NxD, keys_NxDxH=keys, queries_NxDxH=queries, values_NxDxV=values
-    )
+    tables = {"keys_NxDxH": keys, "queries_NxDxH": queries, "values_NxDxV": values}
+    return _add(Q, q), _add(K, k), _add(V, v), terms.replace(bias_NxD=bias_NxD, **tables)
 
 
 def kinds_of_tiles(offset, lengths, sizes, ends: tuple[int, int] | None) -> jax.Array | None:

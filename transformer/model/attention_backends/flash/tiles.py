@@ -94,9 +94,8 @@ class Limits:
 
         A tile may be PARTIAL although its mask is empty or full.
         """
-        ends = lambda x, size: tuple(
-            f(x.reshape(len(x), -1, size), axis=-1) for f in (jnp.min, jnp.max)
-        )
+        blocks = lambda x, size: x.reshape(len(x), -1, size)
+        ends = lambda x, size: [f(blocks(x, size), axis=-1) for f in (jnp.min, jnp.max)]
         of_queries = lambda x: tuple(y[:, :, None] for y in ends(x, t))
         of_keys = lambda x: tuple(y[:, None, :] for y in ends(x, s))
         (q_low, q_high), (k_low, k_high) = of_queries(self.q_segments), of_keys(self.k_segments)

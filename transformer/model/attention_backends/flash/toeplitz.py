@@ -49,11 +49,12 @@ def build(vectors_ref, table_ref) -> None:
     """Writes table[x, c] = r[x + 127 - c], from vectors that `packed` returns."""
 
     def write(chunk, window):
+        vectors = vectors_ref[:, window]
         for row in range(0, LANES, SUBLANES):  # row + b is the window of copy b rolled by row
             at = pl.ds(pl.multiple_of(chunk * LANES + row, SUBLANES), SUBLANES)
-            table_ref[at, :] = pltpu.roll(window, row, 1)[:, LANES:]
+            table_ref[at, :] = pltpu.roll(vectors, row, 1)[:, LANES:]
 
-    _for_each_chunk(lambda chunk, window: write(chunk, vectors_ref[:, window]), table_ref)
+    _for_each_chunk(write, table_ref)
 
 
 def collect(table_ref, vectors_ref) -> None:
@@ -76,8 +77,7 @@ def _for_each_chunk(process, table_ref) -> None:
     chunks = table_ref.shape[0] // LANES
 
     def step(chunk, _):
-        start = pl.multiple_of((chunks - 1 - chunk) * LANES, LANES)
-        process(chunk, pl.ds(start, 2 * LANES))
+        process(chunk, pl.ds(pl.multiple_of((chunks - 1 - chunk) * LANES, LANES), 2 * LANES))
 
     lax.fori_loop(0, chunks, step, None)
 
@@ -100,21 +100,16 @@ def first_row(row, lane, lanes: int):
 def add(tile_txs: jax.Array, table_ref, start) -> jax.Array:
     """Returns the tile plus its bias. `start` is the tile's `first_row`."""
     rows, lanes = tile_txs.shape
-    return jnp.concatenate(
-        [
-            tile_txs[:, lane : lane + LANES] + table_ref[pl.ds(start - lane, rows), :]
-            for lane in range(0, lanes, LANES)
-        ],
-        axis=1,
-    )
+    bias = lambda lane: table_ref[pl.ds(start - lane, rows), :]
+    add_at = lambda lane: tile_txs[:, lane : lane + LANES] + bias(lane)
+    return jnp.concatenate([add_at(lane) for lane in range(0, lanes, LANES)], axis=1)
 
 
 def accumulate(tile_txs: jax.Array, table_ref, start) -> None:
     """Adds a tile to the table, the transpose of `add`."""
     rows, lanes = (size // LANES for size in tile_txs.shape)
-    block = lambda row, lane: tile_txs[
-        row * LANES : (row + 1) * LANES, lane * LANES : (lane + 1) * LANES
-    ]
+    part = lambda i: slice(i * LANES, (i + 1) * LANES)
+    block = lambda row, lane: tile_txs[part(row), part(lane)]
     # The blocks of 128 x 128 on one block diagonal go to the same rows.
     for diagonal in range(1 - lanes, rows):
         blocks = [block(row, row - diagonal) for row in range(rows) if 0 <= row - diagonal < lanes]
