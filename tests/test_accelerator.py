@@ -44,7 +44,7 @@ def test_checks_and_measurements_of_attention_have_the_documented_form(tmp_path)
     assert all(0 < row["error"] <= row["allowed"] for row in rows if row["status"] == "passed")
     assert re.search(r"\| checks: flash, bfloat16 \| 1 of 1 passed, \d repeat bit for bit \|", page)
     assert re.search(r"\| attention, none: 128 tokens.*, forward \| [\d.e-]+ ms", page)
-    assert "- flash, float32: the position scheme is not a function of distance (shaw)" in page
+    assert "- cudnn, float32: the position scheme is not a function of distance (shaw)" in page
 
 
 def test_models_are_measured(tmp_path, monkeypatch):

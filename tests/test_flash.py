@@ -15,7 +15,7 @@ from transformer.config import MeshConfig
 from transformer.model import attention_backends
 from transformer.model.attention_backends import BACKENDS, Inputs, choose, flash, record
 from transformer.model.attention_backends.base import _keep
-from transformer.model.attention_backends.flash import call, content
+from transformer.model.attention_backends.flash import call
 from transformer.model.attention_backends.flash.tiles import EMPTY, FULL, PARTIAL, Limits
 from transformer.model.masks import CAUSAL, SAME_SEGMENT, Mask, Tokens, window, zigzag
 from transformer.model.positions import SCHEMES
@@ -59,18 +59,8 @@ BY_CONTENT = ["shaw", "transformer_xl", "deberta"]
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
-    """Several tiles per sequence, so that all states of tiles occur.
-
-    The interpreter rolls one row at a time, which takes long to compile. `test_rolls` compares its
-    roll with the one here (test_flash_tables.py).
-    """
+    """Several tiles per sequence, so that all states of tiles occur."""
     monkeypatch.setattr(call, "COST", {128: 1.0})
-    monkeypatch.setattr(content, "_roll", rolled)
-
-
-def rolled(block_LxL: jax.Array) -> jax.Array:
-    row, lane = (jax.lax.broadcasted_iota(jnp.int32, block_LxL.shape, axis) for axis in (0, 1))
-    return jnp.take_along_axis(block_LxL, (lane - row) % 128, axis=1)
 
 
 def random_qkv(keys=T, kv_heads=2, d_value=24, batch=2, queries=T, dtype=jnp.float32, size=16):

@@ -41,10 +41,13 @@ def compile_kernels(chip: str, scheme: str) -> None:
     from transformer.model.attention_backends.flash.settings import Settings
     from transformer.model.attention_backends.flash.tiles import EACH, LANES, NONE, Limits
     from transformer.model.positions import Terms
+    from transformer.parallel.config import MeshConfig
+    from transformer.parallel.mesh import make_mesh, use
     from transformer.planning import chips, programs
 
     machine = chips.topology(f"{chip}:2x2x1" if chip in ("v4", "v5p") else f"{chip}:2x2", 1)
-    device = jax.sharding.SingleDeviceSharding(programs.start(machine)[0])
+    devices = programs.start(machine)[:1]
+    device = jax.sharding.SingleDeviceSharding(devices[0])
     array = lambda *shape, dtype="bfloat16": jax.ShapeDtypeStruct(shape, dtype, sharding=device)
     reach = 2 * TILE - LANES
     vector = array(2, T + reach - 1, dtype=jnp.float32)
@@ -63,9 +66,10 @@ def compile_kernels(chip: str, scheme: str) -> None:
     x, of_query = array(1, 2, T, H), array(1, 2, T, dtype=jnp.float32)
     limits = Limits(tokens, None, tokens, tokens, tokens, kinds)
     args = (x, x, x, limits, terms, array(6, dtype="int32"))
-    jax.jit(lambda *args: forward(settings, *args)).lower(*args).compile()
-    run = lambda *args: backward(settings, *args, learned=scheme not in ("none", "fixed"))
-    jax.jit(run).lower(*args, of_query, of_query, x).compile()
+    with use(make_mesh(MeshConfig(data=1), devices)):
+        jax.jit(lambda *args: forward(settings, *args)).lower(*args).compile()
+        run = lambda *args: backward(settings, *args, learned=scheme not in ("none", "fixed"))
+        jax.jit(run).lower(*args, of_query, of_query, x).compile()
 
 
 def cycles(schedule: KernelSchedule, scheme: str) -> dict[str, float]:

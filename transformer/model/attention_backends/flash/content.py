@@ -27,6 +27,7 @@ from jax.experimental.pallas import tpu as pltpu
 from transformer.model.attention_backends.flash.settings import NN, NT, TN, product
 from transformer.model.attention_backends.flash.tiles import LANES, NONE, ONE
 from transformer.model.positions import Terms
+from transformer.model.sharding import platform
 
 
 class Window(NamedTuple):
@@ -150,6 +151,9 @@ def _iota(axis: int) -> jax.Array:
 
 
 def _roll(block_LxL: jax.Array) -> jax.Array:
+    """Rolls row r by r. The interpreter, on CPUs, would unroll `pltpu.roll` row by row."""
+    if platform() == "cpu":
+        return jnp.take_along_axis(block_LxL, (_iota(1) - _iota(0)) % LANES, axis=1)
     return pltpu.roll(block_LxL, 0, 1, stride=1, stride_axis=0)
 
 
