@@ -131,7 +131,8 @@ def test_report_compares_tuned_and_untuned_arms(tmp_path):
     finish(study, loss)
     verdict, (section,) = report.judge([tmp_path], "", "", None)
     assert verdict.rows["alibi"].outcome == "undetected"
-    assert "alibi (worse without, undetected with tuning)" in section.lines[0]
+    assert verdict.sentences[0].startswith("With each arm tuned: ")
+    assert "alibi (worse without, undetected with tuning)" in verdict.sentences[1]
     optima, both = section.tables
     assert optima[1][1].startswith("0.001 ") and optima[2][1].startswith("0.016")
     assert both[2][0] == "alibi" and both[2][-1].startswith("-0.32")  # 4 doublings squared

@@ -25,26 +25,27 @@ def judge(
     """Reads runs. Returns their verdict, and the sections on tuning and scaling.
 
     If a sweep is tuned, the verdict is that on the tuned arms. Otherwise, it is that on the arms at
-    the settings of the file. The verdict on a ladder starts with its scaling laws.
+    the settings of the file. The verdict on a ladder starts with a compute multiplier.
     """
 
     def verdict_of(folder: Path | None) -> Verdict:
         read = results.read([folder] if folder else folders, metric, baseline, higher_is_better)
         return derive_verdict(dataclasses.replace(read, folders=tuple(folders)))
 
-    study = load_study(folders[0]) if (folders[0] / "sweep.json").exists() else None
     more, tuned = [], folders[0] / "tuned"
-    if study and study.sweep.tune and len(folders) == 1 and (tuned / "sweep.json").exists():
-        verdict, untuned = verdict_of(tuned), None
+    if len(folders) == 1 and any(tuned.glob("*/seed-*/metrics.jsonl")):
+        study, verdict, untuned = load_study(folders[0]), verdict_of(tuned), None
         if any(run.folder.exists() for run in study.runs):
             untuned = verdict_of(None)
-        more = [Tuning(study.sweep, search(study)[0], verdict, untuned).section()]
+        tuning = Tuning(study.sweep, search(study)[0], verdict, untuned)
+        answer, *rest = verdict.sentences
+        sentences = (f"With each arm tuned: {answer}", *tuning.sentences, *rest)
+        verdict, more = dataclasses.replace(verdict, sentences=sentences), [tuning.section()]
     else:
         verdict = verdict_of(None)
     if scaling := report_scaling.section(verdict.results):
-        more = [scaling, *more]
-        sentences = (*scaling.lines, *verdict.sentences[1:])
-        verdict = dataclasses.replace(verdict, sentences=sentences)
+        more, answer = [scaling, *more], scaling.lines[:1] or verdict.sentences[:1]
+        verdict = dataclasses.replace(verdict, sentences=(*answer, *verdict.sentences[1:]))
     return verdict, more
 
 

@@ -58,7 +58,7 @@ class Tuning:
     def section(self) -> Section:
         """Returns the section of the report."""
         tables = [self.optima(), *([self.both()] if self.untuned else ()), *self.shifts()]
-        return Section("Tuning", self.sentences, self.draw(), tables, self.note)
+        return Section("Tuning", (), self.draw(), tables, self.note)
 
     def optima(self) -> list[list[str]]:
         """Returns a table of the optima, with a row for each arm."""

@@ -42,7 +42,6 @@ def run(args, overrides) -> int:
     page = report.write(verdict, args.output or args.folders[0] / "report", more)
     for line in verdict.results.left_out:
         print(f"left out: {line}", file=sys.stderr)
-    tuning = (line for x in more if x.title == "Tuning" for line in x.lines)
-    print(*verdict.sentences, *tuning, sep="\n")
+    print(*verdict.sentences, sep="\n")
     print(f"report: {page}", file=sys.stderr)
     return 0
