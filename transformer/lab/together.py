@@ -57,9 +57,10 @@ def train_together(configs: Sequence[Experiment], workdirs: Sequence[Path]) -> l
 
     A run that diverges ends, and the others continue. Returns the steps that each has done.
     """
-    config, folder, one = configs[0], workdirs[0].parent, MeshConfig(data=1)
+    config, one = configs[0], MeshConfig(data=1)
     if len({program_key(c) for c in configs}) > 1 or program_key(config) is None:
         raise ValueError("these runs differ in more than numbers")
+    folder = workdirs[0].parent
     with disk_errors(folder), use(start(config.platform, one)) as mesh, locked(workdirs):
         together, pairs = len(configs), zip(configs, workdirs, strict=True)
         first = lambda folder: folder == workdirs[0]

@@ -56,9 +56,11 @@ def cudnn(q_BxTxNxH, k_BxSxKxH, v_BxSxKxH, inputs: Inputs) -> jax.Array:
         bias_BxNxTxS = jnp.broadcast_to(bias_BxNxTxS, shape).astype(q_BxTxNxH.dtype)
     is_sorted = q_tokens.order == k_tokens.order in ("contiguous", "increasing")
     in_order = is_sorted and q_tokens.until_BxT is None
-    arrays = q_BxTxNxH, k_BxSxKxH, v_BxSxKxH, bias_BxNxTxS
     out_BxTxNxH = jax.nn.dot_product_attention(
-        *arrays,
+        q_BxTxNxH,
+        k_BxSxKxH,
+        v_BxSxKxH,
+        bias=bias_BxNxTxS,
         mask=jnp.broadcast_to(mask_BxTxS[:, None], (len(q_BxTxNxH), 1, *mask_BxTxS.shape[1:])),
         scale=inputs.scale,
         is_causal=inputs.mask.causal and in_order and q_BxTxNxH.shape[1] == k_BxSxKxH.shape[1],
