@@ -4,6 +4,7 @@
 # make ablation  train norm placements and position schemes with three seeds, and write the report
 # make ablation-tuned   the same, with the learning rate of each arm tuned
 # make coverage  measure how often intervals of compute multipliers contain the truth, on known laws
+# make kernels   compile all kernels of fused attention for TPUs, and count their cycles
 # make faults    inject random faults for an hour (kills, flipped bits, damaged files, odd configs)
 # make slice     with the newest supported Python that is installed: install, import, train a small
 #                model, evaluate it, generate, plan
@@ -48,6 +49,11 @@ test: .venv/installed-test
 	@# not repeated.
 	$(BIN)/python -m pytest -n 2 --reruns 1 --only-rerun 'crashed while running'
 
+kernels: .venv/installed-test
+	$(BIN)/python experiments/benchmarks/compiled_kernels.py
+	$(BIN)/python experiments/benchmarks/kernels.py
+	$(BIN)/python experiments/benchmarks/splash.py
+
 coverage: .venv/installed
 	$(BIN)/python tests/law_coverage.py
 
@@ -86,4 +92,4 @@ lint: .venv/installed-test
 		--constraint constraints.txt --editable '.[docs]'
 	@touch $@ .venv/installed
 
-.PHONY: run install docs ablation ablation-tuned test coverage faults slice lint
+.PHONY: run install docs ablation ablation-tuned test kernels coverage faults slice lint

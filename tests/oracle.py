@@ -151,7 +151,7 @@ def normalized_head(c, p, kind, head, n):
 
 def norm(c, p, x):
     """Normalizes over the last axis."""
-    if c.norm == "layernorm":
+    if c.norm in ("layernorm", "detach_norm"):
         x = x - x.mean(-1, keepdims=True)
     if c.norm == "dynamic_tanh":
         return np.tanh(p["alpha"] * x) * p.get("gain", 1.0) + p.get("offset", 0.0)

@@ -4,9 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import sentencepiece
 from conftest import GENERAL_BACKENDS
 
 from transformer import ModelConfig, architecture, build_model
+from transformer.data.config import TokenizerConfig
+from transformer.data.tokenizer import train_tokenizer
 from transformer.model import positions
 from transformer.model.attention_backends import BACKENDS, Inputs
 from transformer.model.masks import CAUSAL, SAME_SEGMENT, Tokens
@@ -39,11 +42,31 @@ def test_attention_of_three_one_dimensional_tokens(backend):
     assert out[1, 0] == pytest.approx(20)  # no preference: the mean
     weights = np.exp([2, 6, -2]) / np.exp([2, 6, -2]).sum()
     assert out[0, 0] == pytest.approx(float(weights @ [10, 20, 30]), rel=1e-5)
+    # O_3 = (10 e + 20 e^3 + 30 / e) / (e + e^3 + 1 / e) = (27.18 + 401.71 + 11.04) / 23.17
+    assert out[2, 0] == pytest.approx(18.985, abs=1e-3)
 
 
 def test_causal_mask_of_four_tokens():
     tokens = Tokens(jnp.arange(4)[None], jnp.ones((1, 4), jnp.int32))
     np.testing.assert_array_equal(CAUSAL(tokens, tokens)[0], np.tril(np.ones((4, 4))))
+
+
+@pytest.mark.parametrize("backend", GENERAL_BACKENDS)
+def test_padding_and_causal_masks_combine(backend):
+    """A pair of tokens is allowed if both masks allow it: the sum of the additive masks is 0."""
+    segments = jnp.array([[1, 1, 0, 1]])  # the third token is padding
+    tokens = Tokens(jnp.arange(4)[None], segments)
+    both = (SAME_SEGMENT & CAUSAL)(tokens, tokens)[0]
+    causal = np.where(np.tril(np.ones((4, 4))), 0, -np.inf)
+    padding = np.where(segments[0] == 1, 0, -np.inf)
+    real = np.array([0, 1, 3])
+    np.testing.assert_array_equal(both[real], (causal + padding)[real] == 0)
+    head = lambda x: jnp.asarray(x, jnp.float32)[None, :, None]
+    inputs = Inputs(SAME_SEGMENT & CAUSAL, tokens, tokens, None, 1.0)
+    zeros = np.zeros((4, 2))
+    weights = BACKENDS[backend].attend(head(zeros), head(zeros), head(np.eye(4)), inputs)[0, :, 0]
+    expected = [[1, 0, 0, 0], [1 / 2, 1 / 2, 0, 0], [1 / 3, 1 / 3, 0, 1 / 3]]
+    np.testing.assert_allclose(weights[real], expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("backend", GENERAL_BACKENDS)
@@ -245,3 +268,44 @@ def test_softmax_of_given_numbers():
     np.testing.assert_allclose(plain, [0.00247, 0.99662, 0, 0.00091], atol=1e-5)
     assert plain[2] == 0 and 0 < flat[2] < 1e-6
     np.testing.assert_allclose(flat[:2], [0.26832, 0.48890], atol=1e-5)
+
+
+def test_several_heads_cost_what_one_head_costs():
+    """Hewitt's eqs. 22 to 24: k heads of size d / k have the parameters and products of one."""
+
+    def cost(heads: int) -> tuple[int, int]:
+        config = ModelConfig(
+            family="decoder", vocab_size=11, d_model=16, d_ff=16, num_heads=heads,
+            num_decoder_layers=1, max_length=8, scan_layers=False, attention_backend="reference",
+        )  # fmt: skip
+        model, x = build_model(config), jnp.zeros((1, 8), jnp.int32)
+        params = jax.eval_shape(model.init, jax.random.key(0), x)
+        products = 0
+        pending = [jax.make_jaxpr(model.apply)(params, x).jaxpr]
+        for jaxpr in pending:
+            for step in jaxpr.eqns:
+                inner = [getattr(value, "jaxpr", None) for value in step.params.values()]
+                pending.extend(x for x in inner if x is not None)
+                if step.primitive.name == "dot_general":
+                    (contracted, _), _ = step.params["dimension_numbers"]
+                    summed = [step.invars[0].aval.shape[i] for i in contracted]
+                    products += int(np.prod([*step.outvars[0].aval.shape, *summed]))
+        return sum(x.size for x in jax.tree.leaves(params)), products
+
+    assert cost(4) == cost(1)
+    # Four projections, scores and values, two of the feed-forward, and the logits.
+    assert cost(1)[1] == 4 * 8 * 16 * 16 + 2 * 8 * 8 * 16 + 2 * 8 * 16 * 16 + 8 * 16 * 11
+
+
+def test_bpe_merges_the_most_frequent_pair():
+    """Merges by hand, where _ begins a word.
+
+    hug 10, pug 5, pun 12, bun 4, hugs 5: u g occurs 20 times, then _ p 17 times, then u n 16 times.
+    """
+    counts = {"hug": 10, "pug": 5, "pun": 12, "bun": 4, "hugs": 5}
+    text = [word for word, count in counts.items() for _ in range(count)]
+    tokenizer = train_tokenizer(TokenizerConfig(kind="bpe"), 280, text)
+    processor = sentencepiece.SentencePieceProcessor(model_proto=tokenizer.content)
+    pieces = [processor.id_to_piece(i) for i in range(processor.vocab_size())]
+    merged = [piece for piece in pieces if len(piece) == 2 and piece[0] != "<"]
+    assert merged[:3] == ["ug", "\u2581p", "un"]

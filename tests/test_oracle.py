@@ -50,6 +50,7 @@ VARIANTS = {
     "gelu_tanh, some biases": {"activation": "gelu_tanh", "use_bias": False, "qkv_bias": True},
     "rmsnorm": {"norm": "rmsnorm", "norm_zero_centered": True},
     "dynamic tanh": {"norm": "dynamic_tanh", "qk_norm": True, "embedding_norm": True},
+    "detach norm": {"norm": "detach_norm"},
     "layer scale": {"norm_placement": {"name": "peri", "layer_scale": 0.1}, "parallel": True},
     "bare norm": {"norm_gain": False, "norm_offset": False, "norm_epsilon": 1e-2},
     "embedding": {"embedding_norm": True, "embedding_scale": True, "d_embedding": 6},

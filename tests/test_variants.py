@@ -18,6 +18,7 @@ from transformer.model.attention_backends import Inputs, reference
 from transformer.model.layout import flatten, layer_shapes
 from transformer.model.masks import SAME_SEGMENT, Tokens
 from transformer.model.network import abstract_params, build_model
+from transformer.model.norms import Norm
 
 VARIANTS = {
     "parallel": {"parallel": True, "norm_placement": "peri"},
@@ -108,6 +109,22 @@ def test_zero_centered_gain_adds_one_to_the_parameter():
     x = tokens(0, 2, 5)
     assert np.abs(np.asarray(plain.apply(params, x) - model.apply(params, x))).max() > 1e-2
     np.testing.assert_allclose(plain.apply(shifted, x), model.apply(params, x), atol=1e-5)
+
+
+def test_detached_statistics_are_constants_of_the_gradient():
+    """DetachNorm: y = (x - m) / s as in LayerNorm, but dy/dx = 1 / s."""
+    x = jnp.array([[1.0, 4.0, -2.0, 7.0]])
+    sides = {}
+    for name in ("layernorm", "detach_norm"):
+        norm = Norm(small("encoder", norm=name, norm_gain=False, norm_offset=False))
+        sides[name] = jax.vjp(lambda x, norm=norm: norm.apply({}, x), x)
+    (y, vjp), (detached, detached_vjp) = sides.values()
+    np.testing.assert_array_equal(y, detached)
+    g = jnp.array([[1.0, 0.0, 0.0, 2.0]])
+    s = np.sqrt(np.var(x) + 1e-6)
+    np.testing.assert_allclose(detached_vjp(g)[0], g / s, rtol=1e-6)
+    centered = g - g.mean() - y * (g * y).mean()  # Xu et al., section 2
+    np.testing.assert_allclose(vjp(g)[0], centered / s, rtol=1e-4, atol=1e-6)
 
 
 def test_token_types_add_an_embedding_and_default_to_the_first():

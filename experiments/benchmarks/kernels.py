@@ -18,6 +18,7 @@ import argparse
 import dataclasses
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from transformer.planning.bundles import UNITS, KernelSchedule, dump_flags, head_cycles, read
@@ -89,7 +90,19 @@ def cycles(schedule: KernelSchedule, scheme: str) -> dict[str, float]:
 
 
 def measure(chip: str, scheme: str) -> dict[str, dict[str, float]]:
-    """Returns the cycles of both kernels, from a process of its own: libtpu reads flags once."""
+    """Returns the cycles of both kernels."""
+    compiled = schedules(compile_kernels, (chip, scheme), ("flash_forward", "flash_backward"))
+    if compiled is None:
+        raise SystemExit(f"the compiler failed for {chip} with {scheme!r}")
+    pairs = zip(("forward", "backward"), compiled, strict=True)
+    return {name: cycles(schedule, scheme) for name, schedule in pairs}
+
+
+def schedules(compiled: Callable, args: tuple, kernels: tuple[str, ...]):
+    """Returns the schedules of the kernels that compiled(*args) compiles, or None if it fails.
+
+    It runs in a process of its own, because libtpu reads its flags once.
+    """
     with tempfile.TemporaryDirectory() as folder:
         process = os.fork()
         if not process:
@@ -98,14 +111,12 @@ def measure(chip: str, scheme: str) -> dict[str, dict[str, float]]:
             os.dup2(quiet, 2)
             status = 1
             try:
-                compile_kernels(chip, scheme)
+                compiled(*args)
                 status = 0
             finally:
                 os._exit(status)
-        if os.waitpid(process, 0)[1]:
-            raise SystemExit(f"the compiler failed for {chip} with {scheme!r}")
-        schedules = {name: read(Path(folder), f"flash_{name}") for name in ("forward", "backward")}
-        return {name: cycles(schedule, scheme) for name, schedule in schedules.items()}
+        failed = os.waitpid(process, 0)[1]
+        return None if failed else [read(Path(folder), kernel) for kernel in kernels]
 
 
 def main() -> None:

@@ -49,7 +49,7 @@ class ModelConfig:
     layer_pattern: tuple[FrozenDict, ...] = ()
     # pre | post | peri | res_post | deepnorm | none | rezero, or dict(name=..., parts)
     norm_placement: Choice = "pre"
-    norm: str = "layernorm"  # layernorm | rmsnorm | dynamic_tanh
+    norm: str = "layernorm"  # layernorm | detach_norm | rmsnorm | dynamic_tanh
     norm_gain: bool = True  # norms have a learned gain
     norm_offset: bool = True  # norms have a learned offset (not rmsnorm)
     # The gain is 1 + w; w starts at 0, and weight decay pulls it to 0 (Gemma).

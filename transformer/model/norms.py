@@ -1,15 +1,16 @@
-"""LayerNorm, RMSNorm and DynamicTanh."""
+"""LayerNorm, DetachNorm, RMSNorm and DynamicTanh."""
 
 from typing import Any
 
 import jax.numpy as jnp
 from flax import linen as nn
+from jax import lax
 
 from transformer.model.initializers import declare
 
-NORMS = ("layernorm", "rmsnorm", "dynamic_tanh")
+NORMS = ("layernorm", "detach_norm", "rmsnorm", "dynamic_tanh")
 
-WITH_OFFSET = ("layernorm", "dynamic_tanh")
+WITH_OFFSET = ("layernorm", "detach_norm", "dynamic_tanh")
 """The norms with a learned offset."""
 
 
@@ -20,8 +21,9 @@ class Norm(nn.Module):
     rmsnorm (Zhang & Sennrich 2019):  x / sqrt(mean(x^2) + eps) * gain
     dynamic_tanh (Zhu et al. 2025):   tanh(alpha x) * gain + offset
 
-    The learned scalar alpha starts at 0.5. `dynamic_tanh` computes no statistics: it limits large
-    values instead, in place of a norm.
+    `detach_norm` (DetachNorm, Xu et al. 2019) computes the same as `layernorm`, but its gradient
+    treats the mean and the variance as constants. `dynamic_tanh` computes no statistics: it limits
+    large values instead, in place of a norm. The learned scalar alpha starts at 0.5.
 
     With `norm_zero_centered`, the gain is 1 + w, where w is the parameter. Weight decay then pulls
     the gain to 1 (Gemma).
@@ -33,12 +35,14 @@ class Norm(nn.Module):
     def __call__(self, x_BxTxD):
         cfg, x, zeros = self.config, x_BxTxD.astype(jnp.float32), nn.initializers.zeros
         vector = lambda name, init: declare(self, name, init, ("norm",), x.shape[-1:])
-        if cfg.norm == "layernorm":
-            x = x - jnp.mean(x, axis=-1, keepdims=True)
+        constant = lax.stop_gradient if cfg.norm == "detach_norm" else lambda x: x
+        if cfg.norm in ("layernorm", "detach_norm"):
+            x = x - constant(jnp.mean(x, axis=-1, keepdims=True))
         if cfg.norm == "dynamic_tanh":
             x = jnp.tanh(declare(self, "alpha", nn.initializers.constant(0.5), (), ()) * x)
         else:
-            x = x / jnp.sqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + cfg.norm_epsilon)
+            square = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
+            x = x / constant(jnp.sqrt(square + cfg.norm_epsilon))
         if cfg.norm_gain and cfg.norm_zero_centered:
             x = x * (1.0 + vector("gain", zeros))
         elif cfg.norm_gain:

@@ -1,0 +1,100 @@
+r"""How much compute does each position scheme need, and does it depend on scale?
+
+A ladder like that of ladder_placements.py: decoders with rotary positions, ALiBi and sinusoidal
+position embeddings, of four sizes (N from 25 to 250 thousand parameters outside the embeddings),
+each with three seeds. One run per size and seed decays its learning rate after 5, 10 and 20 tokens
+per parameter (WSD-S) and is evaluated there. Laws L(N, D) are fitted to the three smaller sizes,
+and predict the loss of the largest. The result is the compute multiplier of ALiBi and of sinusoidal
+embeddings against rotary positions, with its interval.
+
+    python -m transformer sweep --config=experiments/findings/ladder_positions.py \
+        --workdir=runs/ladder_positions
+    python -m transformer compare runs/ladder_positions
+
+At a larger scale (six sizes from 10 to 300 million parameters; H100 or TPU v5e-8):
+--config=experiments/findings/ladder_positions.py:paper
+
+Text      WikiText-2 by characters, as in ladder_placements.py: no token is read twice. The variant
+          `paper` needs up to 6 billion tokens: give it a larger text with --config.data.train.
+Rule      learning rate 3e-3 (N / 1e5)^(-1/3), the same for all arms. It is not tuned for each
+          scheme, so that the multipliers hold for this rule only.
+Hardware  two CPU cores, 36 runs; estimated, not measured: 80 minutes on idle cores
+
+Measured: not yet.
+"""
+
+import ml_collections
+
+from transformer import arms, ladder, vary
+
+ARGUMENTS = ("small", "paper")
+
+
+def get_config(scale="small"):
+    config = ml_collections.ConfigDict()
+    config.model = dict(
+        family="decoder",
+        vocab_size=128,
+        d_model=32,
+        d_head=8,
+        num_heads=4,
+        num_decoder_layers=2,
+        max_length=128,
+        position="rotary",
+        norm_placement="pre",
+        norm="rmsnorm",
+        use_bias=False,
+        attention_backend="reference",
+    )
+    config.data = dict(
+        corpus="wikitext2",
+        objective="causal_lm",
+        length=128,
+        batch_size=16,
+        tokenizer=dict(kind="char"),
+    )
+    config.optimizer = dict(
+        name="adamw", schedule="wsd", b2=0.98, weight_decay=0.1, clip_norm=1.0, decay_fraction=0.1
+    )
+    config.train = dict(log_every=20, eval_batches=64, tensorboard=False)
+    if scale == "paper":
+        config.model.update(
+            vocab_size=32768,
+            d_model=256,
+            d_head=64,
+            max_length=1024,
+            attention_backend="auto",
+            dtype="bfloat16",
+        )
+        config.data.update(length=1024, batch_size=256)
+        config.data.tokenizer = dict(kind="bpe")
+        config.platform = "accelerator"
+    return config
+
+
+def sweep(scale="small"):
+    shapes = dict(XS=(32, 2), S=(40, 3), M=(48, 4), L=(64, 5))  # d_model, layers
+    at_unit = 3e-3 * 1e5 ** (1 / 3)
+    if scale == "paper":
+        shapes = dict(
+            XS=(320, 8), S=(448, 10), M=(576, 14), L=(768, 16), XL=(1024, 16), XXL=(1152, 19)
+        )
+        at_unit = 0.5 * 0.0047 * 108e6 ** (1 / 3)  # OLMo's ladder
+    head = get_config(scale).model.d_head
+    sizes = {
+        name: {
+            "model.d_model": width,
+            "model.num_heads": width // head,
+            "model.num_decoder_layers": depth,
+        }
+        for name, (width, depth) in shapes.items()
+    }
+    return ladder(
+        get_config(scale),
+        vary("model.position", "rotary", "alibi", "sinusoidal"),
+        arms(**sizes),
+        budgets=(5, 10, 20),
+        rules={"optimizer.learning_rate": lambda N: float(f"{at_unit * N ** (-1 / 3):.3g}")},
+        question="How much compute does each position scheme need for equal loss?",
+        seeds=3,
+    )

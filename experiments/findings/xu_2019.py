@@ -1,0 +1,77 @@
+r"""Does LayerNorm help by normalizing activations, or through the gradients of its statistics?
+
+Xu et al. (2019), "Understanding and Improving Layer Normalization", separate the two. DetachNorm
+(`model.norm="detach_norm"`) computes what LayerNorm computes, but its gradient treats the mean and
+the variance as constants; they find that it is much worse than LayerNorm. They also find that
+LayerNorm without gain and offset (LayerNorm-simple) is as good as LayerNorm or better.
+
+    python -m transformer sweep --config=experiments/findings/xu_2019.py --workdir=runs/xu_2019
+    python -m transformer compare runs/xu_2019
+
+At a larger scale (110 M parameters, GPT-2's size, sequences of 1,024; TPU v5e-8):
+--config=experiments/findings/xu_2019.py:large
+
+Hardware  two CPU cores, 18 runs
+
+Measured: not yet.
+"""
+
+import ml_collections
+
+from transformer import Sweep, arms, product, vary
+
+ARGUMENTS = ("small", "large")
+
+
+def get_config(scale="small"):
+    config = ml_collections.ConfigDict()
+    config.model = dict(
+        family="decoder",
+        vocab_size=2048,
+        num_decoder_layers=4,
+        d_model=64,
+        d_ff=256,
+        num_heads=4,
+        max_length=128,
+        position="learned",
+        norm_placement="pre",
+        norm="layernorm",
+        attention_backend="reference",
+    )
+    config.data = dict(corpus="wikitext2", objective="causal_lm", length=64, batch_size=32)
+    config.optimizer = dict(
+        name="adamw", learning_rate=2e-3, schedule="cosine", warmup_steps=100, clip_norm=1.0
+    )
+    config.train = dict(steps=500, log_every=25, eval_every=100, eval_batches=40, tensorboard=False)
+    if scale == "large":
+        config.model.update(
+            vocab_size=32000,
+            num_decoder_layers=12,
+            d_model=768,
+            d_ff=3072,
+            num_heads=12,
+            max_length=1024,
+            dtype="bfloat16",
+            attention_backend="auto",
+        )
+        config.data.update(length=1024, batch_size=256)
+        config.optimizer.update(learning_rate=6e-4, warmup_steps=700)
+        config.train.update(steps=10_000, eval_every=1000, checkpoint_every=1000)
+        config.platform = "accelerator"
+    return config
+
+
+def sweep(scale="small"):
+    return Sweep(
+        product(
+            vary("model.norm_placement", "pre", "post"),
+            arms(
+                layernorm={},
+                simple={"model.norm_gain": False, "model.norm_offset": False},
+                detached={"model.norm": "detach_norm"},
+            ),
+        ),
+        question="Does LayerNorm help by its values, or by the gradients of its statistics?",
+        declared={"parameters": "norms without gain and offset have none"},
+        seeds=3,
+    )
