@@ -136,6 +136,19 @@ def isolate_data_home(tmp_path_factory, monkeypatch):
     monkeypatch.setenv("TRANSFORMER_DATA", str(tmp_path_factory.getbasetemp() / "data"))
 
 
+@pytest.fixture
+def isolate_registries():
+    """Forgets the classes that a test's experiment files register."""
+    from transformer import EVALUATORS, OBJECTIVES
+
+    before = [
+        (registry, dict(registry), dict(registry._origins)) for registry in (EVALUATORS, OBJECTIVES)
+    ]
+    yield
+    for registry, classes, origins in before:
+        registry._classes, registry._origins = classes, origins
+
+
 @pytest.fixture(scope="session")
 def text(tmp_path_factory):
     """Texts, each with a label (does it mention a cat?) and a tag per word (is it an animal?)."""

@@ -309,7 +309,7 @@ def test_broken_config_file_raises_and_names_the_line(
 
 
 @pytest.mark.parametrize("file", EXPERIMENTS, ids=lambda p: p.stem)
-def test_every_experiment_file_builds_every_arm(file):
+def test_every_experiment_file_builds_every_arm(file, isolate_registries):
     """Its docstring also contains a question, its command and the hardware."""
     import importlib.util
 
