@@ -137,16 +137,12 @@ def isolate_data_home(tmp_path_factory, monkeypatch):
 
 
 @pytest.fixture
-def isolate_registries():
+def isolate_registries(monkeypatch):
     """Forgets the classes that a test's experiment files register."""
     from transformer import EVALUATORS, OBJECTIVES
 
-    before = [
-        (registry, dict(registry), dict(registry._origins)) for registry in (EVALUATORS, OBJECTIVES)
-    ]
-    yield
-    for registry, classes, origins in before:
-        registry._classes, registry._origins = classes, origins
+    for registry in (EVALUATORS, OBJECTIVES):
+        monkeypatch.setattr(registry, "_classes", dict(registry))
 
 
 @pytest.fixture(scope="session")

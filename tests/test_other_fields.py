@@ -156,7 +156,7 @@ def open_tree(tree: dict) -> tuple[Experiment, Data]:
     config = from_mapping(
         Experiment, {"model": model | {"max_length": 64, "vocab_size": 400}, "data": FILES | tree}
     )
-    return config, Data(config, config.objective, CharacterStore(config))
+    return config, Data(config, CharacterStore(config))
 
 
 def batches_text(tree: dict) -> str:

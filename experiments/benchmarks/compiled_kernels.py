@@ -19,12 +19,11 @@ import time
 import jax
 import jax.numpy as jnp
 from accelerator_checks import bound, masks, packed, programs
+from kernels import device_of
 
 from transformer.model.attention_backends import BACKENDS, Inputs
 from transformer.parallel.config import MeshConfig
 from transformer.parallel.mesh import make_mesh, use
-from transformer.planning import chips
-from transformer.planning.programs import start
 
 KINDS = ("none", "t5", "shaw")
 """One scheme outside of attention, one function of distance, and one of content."""
@@ -103,8 +102,7 @@ def main() -> None:
     args = parser.parse_args()
     failed = 0
     for chip in args.chips.split(","):
-        machine = chips.topology(f"{chip}:2x2x1" if chip in ("v4", "v5p") else f"{chip}:2x2", 1)
-        device, began = start(machine)[0], time.perf_counter()
+        device, began = device_of(chip), time.perf_counter()
         count, unsupported = 0, {}
         for program in combinations():
             if args.only not in str(program):

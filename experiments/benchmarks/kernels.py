@@ -32,6 +32,14 @@ NEAR = ("shaw", "deberta")
 """Schemes whose tables are constant from a distance on: tiles beyond it need no tables."""
 
 
+def device_of(chip: str):
+    """Returns a device that the compiler knows, and this machine does not have."""
+    from transformer.planning import chips, programs
+
+    shape = "2x2x1" if chip in ("v4", "v5p") else "2x2"
+    return programs.start(chips.topology(f"{chip}:{shape}", 1))[0]
+
+
 def compile_kernels(chip: str, scheme: str) -> None:
     """Compiles the forward and the backward kernel. libtpu writes their schedules."""
     import jax
@@ -44,12 +52,10 @@ def compile_kernels(chip: str, scheme: str) -> None:
     from transformer.model.positions import Terms
     from transformer.parallel.config import MeshConfig
     from transformer.parallel.mesh import make_mesh, use
-    from transformer.planning import chips, programs
 
-    machine = chips.topology(f"{chip}:2x2x1" if chip in ("v4", "v5p") else f"{chip}:2x2", 1)
-    devices = programs.start(machine)[:1]
-    device = jax.sharding.SingleDeviceSharding(devices[0])
-    array = lambda *shape, dtype="bfloat16": jax.ShapeDtypeStruct(shape, dtype, sharding=device)
+    device = device_of(chip)
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    array = lambda *shape, dtype="bfloat16": jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
     reach = 2 * TILE - LANES
     vector = array(2, T + reach - 1, dtype=jnp.float32)
     table = array(2, T + reach, H, dtype=jnp.float32)
@@ -67,7 +73,7 @@ def compile_kernels(chip: str, scheme: str) -> None:
     x, of_query = array(1, 2, T, H), array(1, 2, T, dtype=jnp.float32)
     limits = Limits(tokens, None, tokens, tokens, tokens, kinds)
     args = (x, x, x, limits, terms, array(6, dtype="int32"))
-    with use(make_mesh(MeshConfig(data=1), devices)):
+    with use(make_mesh(MeshConfig(data=1), [device])):
         jax.jit(lambda *args: forward(settings, *args)).lower(*args).compile()
         run = lambda *args: backward(settings, *args, learned=scheme not in ("none", "fixed"))
         jax.jit(run).lower(*args, of_query, of_query, x).compile()

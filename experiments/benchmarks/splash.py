@@ -14,7 +14,7 @@ Compare   jax.experimental.pallas.ops.tpu.splash_attention
 
 import argparse
 
-from kernels import H, T, measure, schedules
+from kernels import H, T, device_of, measure, schedules
 
 from transformer.planning.bundles import KernelSchedule
 
@@ -36,10 +36,6 @@ def compile_splash(chip: str, q: int, k: int, k_product: int) -> None:
         splash_attention_mask as masks,
     )
 
-    from transformer.planning import chips, programs
-
-    machine = chips.topology(f"{chip}:2x2x1" if chip in ("v4", "v5p") else f"{chip}:2x2", 1)
-    device = jax.sharding.SingleDeviceSharding(programs.start(machine)[0])
     sizes = splash.BlockSizes(
         block_q=q,
         block_kv=k,
@@ -51,7 +47,8 @@ def compile_splash(chip: str, q: int, k: int, k_product: int) -> None:
     )
     mask = masks.MultiHeadMask([masks.CausalMask((T, T))] * 2)
     attend = splash.make_splash_mha(mask, block_sizes=sizes, head_shards=1, q_seq_shards=1)
-    x = jax.ShapeDtypeStruct((2, T, H), jnp.bfloat16, sharding=device)
+    sharding = jax.sharding.SingleDeviceSharding(device_of(chip))
+    x = jax.ShapeDtypeStruct((2, T, H), jnp.bfloat16, sharding=sharding)
     total = lambda *args: attend(*args).astype(jnp.float32).sum()
     jax.jit(jax.value_and_grad(total, (0, 1, 2))).lower(x, x, x).compile()
 

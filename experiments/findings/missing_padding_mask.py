@@ -79,8 +79,6 @@ class Padding(Evaluator):
                     config.data, objective=objective, length=length, target_length=target
                 )
                 changed = subject.with_config(dataclasses.replace(config, data=data))
-                text = dataclasses.replace(changed.data, objective=data.chosen)
-                changed = dataclasses.replace(changed, data=text)
                 yield f"padding/{name}/{length:03d}", losses.mean(changed, snapshot)[0]
 
 

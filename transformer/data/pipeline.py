@@ -22,8 +22,11 @@ class Data:
     """The data of a run."""
 
     config: Task
-    objective: Objective
     store: Store
+
+    @property
+    def objective(self) -> Objective:
+        return self.config.data.chosen
 
     @property
     def tokenizer(self):
@@ -95,4 +98,4 @@ def open_data(config: Task, tokenizer: Path | None = None) -> Data:
     if store.classes and len(store.classes) != config.model.num_labels:
         found = f"{len(store.classes)}: {', '.join(store.classes[:8])}"
         raise UserError(f"model.num_labels: {config.model.num_labels}, but the text has {found}")
-    return Data(config, config.data.chosen, store)
+    return Data(config, store)

@@ -1,24 +1,29 @@
-r"""How much compute does each norm placement need, and does it depend on scale?
+r"""How much compute does each norm placement or position scheme need, and does scale change it?
 
-A ladder: pre-, post- and peri-norm decoders of four sizes (N from 25 to 250 thousand parameters
-outside the embeddings), each with three seeds. One run per size and seed decays its learning rate
-after 5, 10 and 20 tokens per parameter (WSD-S) and is evaluated there. Laws L(N, D) are fitted to
-the three smaller sizes, and predict the loss of the largest. The result is the compute multiplier
-of post- and peri-norm against pre-norm, with its interval.
+A ladder of decoders of four sizes (N from 25 to 250 thousand parameters outside the embeddings),
+each with three seeds: with pre-, post- and peri-norm, or with rotary positions, ALiBi and
+sinusoidal position embeddings. One run per size and seed decays its learning rate after 5, 10 and
+20 tokens per parameter (WSD-S) and is evaluated there. Laws L(N, D) are fitted to the three smaller
+sizes, and predict the loss of the largest. The result is the compute multiplier of each arm against
+the first, with its interval.
 
-    python -m transformer sweep --config=experiments/findings/ladder_placements.py \
+    python -m transformer sweep --config=experiments/findings/ladders.py:placements \
         --workdir=runs/ladder_placements
     python -m transformer compare runs/ladder_placements
 
+The same for positions: --config=experiments/findings/ladders.py:positions
+
 At a larger scale (six sizes from 10 to 300 million parameters; H100 or TPU v5e-8):
---config=experiments/findings/ladder_placements.py:paper
+--config=experiments/findings/ladders.py:paper_placements and
+--config=experiments/findings/ladders.py:paper_positions
 
 Text      WikiText-2 by characters: about 10.9 million unique tokens. The largest model reads 4.9
-          million of them, so no token is read twice. The variant `paper` needs up to 6 billion
-          tokens: give it a larger text with --config.data.train.
-Rule      learning rate 3e-3 (N / 1e5)^(-1/3), the same for all arms. It is not tuned for each
-          placement, so that the multipliers hold for this rule only.
-Hardware  two CPU cores, 36 runs; estimated, not measured: 80 minutes on idle cores
+          million of them, so no token is read twice. The larger variants need up to 6 billion
+          tokens: give them a larger text with --config.data.train.
+Rule      learning rate 3e-3 (N / 1e5)^(-1/3), the same for all arms. It is not tuned for each arm,
+          so that the multipliers hold for this rule only.
+Hardware  two CPU cores, 36 runs for each question; estimated, not measured: 80 minutes on idle
+          cores
 
 Measured: not yet.
 """
@@ -27,10 +32,10 @@ import ml_collections
 
 from transformer import arms, ladder, vary
 
-ARGUMENTS = ("small", "paper")
+ARGUMENTS = ("placements", "positions", "paper_placements", "paper_positions")
 
 
-def get_config(scale="small"):
+def get_config(ladder="placements"):
     config = ml_collections.ConfigDict()
     config.model = dict(
         family="decoder",
@@ -57,7 +62,7 @@ def get_config(scale="small"):
         name="adamw", schedule="wsd", b2=0.98, weight_decay=0.1, clip_norm=1.0, decay_fraction=0.1
     )
     config.train = dict(log_every=20, eval_batches=64, tensorboard=False)
-    if scale == "paper":
+    if ladder.startswith("paper"):
         config.model.update(
             vocab_size=32768,
             d_model=256,
@@ -72,7 +77,8 @@ def get_config(scale="small"):
     return config
 
 
-def sweep(scale="small"):
+def sweep(name="placements"):
+    scale, _, axis = name.rpartition("_")
     shapes = dict(XS=(32, 2), S=(40, 3), M=(48, 4), L=(64, 5))  # d_model, layers
     at_unit = 3e-3 * 1e5 ** (1 / 3)
     if scale == "paper":
@@ -80,7 +86,7 @@ def sweep(scale="small"):
             XS=(320, 8), S=(448, 10), M=(576, 14), L=(768, 16), XL=(1024, 16), XXL=(1152, 19)
         )
         at_unit = 0.5 * 0.0047 * 108e6 ** (1 / 3)  # OLMo's ladder
-    head = get_config(scale).model.d_head
+    head = get_config(name).model.d_head
     sizes = {
         name: {
             "model.d_model": width,
@@ -89,13 +95,20 @@ def sweep(scale="small"):
         }
         for name, (width, depth) in shapes.items()
     }
+    varied, declared = {
+        "placements": (
+            vary("model.norm_placement", "pre", "post", "peri"),
+            {"parameters": "post-norm has no final norm; peri-norm has two norms a sublayer"},
+        ),
+        "positions": (vary("model.position", "rotary", "alibi", "sinusoidal"), {}),
+    }[axis]
     return ladder(
-        get_config(scale),
-        vary("model.norm_placement", "pre", "post", "peri"),
+        get_config(name),
+        varied,
         arms(**sizes),
         budgets=(5, 10, 20),
         rules={"optimizer.learning_rate": lambda N: float(f"{at_unit * N ** (-1 / 3):.3g}")},
-        question="How much compute does each norm placement need for equal loss?",
-        declared={"parameters": "post-norm has no final norm; peri-norm has two norms a sublayer"},
+        question=f"How much compute does each of these {axis} need for equal loss?",
+        declared=declared,
         seeds=3,
     )
