@@ -5,6 +5,8 @@ import itertools
 import pytest
 from faults import data_files, overrides, run_directories
 
+pytestmark = pytest.mark.usefixtures("isolate_registries")
+
 
 @pytest.mark.parametrize(
     ("fuzzer", "count"), [(overrides, 500), (data_files, 400), (run_directories, 10)]
