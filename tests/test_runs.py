@@ -173,6 +173,7 @@ def test_resumes_in_another_layout(run_config, tmp_path):
 def test_step_functions_compile_once_per_run(run_config, tmp_path, monkeypatch):
     from transformer.runs import loop, run
 
+    jax.clear_caches()  # JAX keeps 8,192 programs; earlier tests of a process may have filled that
     steps = []
     for name in ("make_train_step", "make_eval_step"):
         original = getattr(run, name)
