@@ -55,7 +55,12 @@ def model_fields(family: str, sizes: dict = TINY, **fields) -> dict:
 
 
 def small(family: str, **fields) -> ModelConfig:
-    """Returns the config of a model of a few thousand parameters."""
+    """Returns the config of a model of a few thousand parameters.
+
+    The placement "hybrid_norm" gets the norms that it needs in attention.
+    """
+    if fields.get("norm_placement") == "hybrid_norm":
+        fields = {"qk_norm": True, "v_norm": True} | fields
     return ModelConfig(**model_fields(family, SMALL, **fields))
 
 

@@ -10,6 +10,7 @@ import math
 
 import numpy as np
 from oracle_positions import add_positions, choose, clip, rotate, sinusoid
+from oracle_streams import TOPOLOGIES
 
 erf = np.vectorize(math.erf)
 
@@ -164,6 +165,8 @@ def placement(c, side):
     """Returns (in, res, out, final, gate, a), the parts of the residual formula."""
     spec = c.norm_placement
     name, overrides = (spec, {}) if isinstance(spec, str) else (spec["name"], dict(spec))
+    if name in TOPOLOGIES:
+        return 0, 0, 0, 0, 0, 1.0
     if name not in PLACEMENTS:
         raise NotImplementedError(f"write {name!r} in PLACEMENTS, in tests/oracle.py")
     parts = dict(zip(PARTS, PLACEMENTS[name], strict=True))
@@ -214,6 +217,8 @@ def stack(c, p, side, x, info, encoded=None, source=None):
     x = embed_positions(c, p, x, info, specs, suffix)
     if c.embedding_norm:
         x = norm(c, p.get("embedding_norm", {}), x)
+    chosen, options = choose(c.norm_placement)
+    topology, streams, first_values = TOPOLOGIES.get(chosen), None, {}
     for i, entry in enumerate(entries):
         layer, spec = p[f"layers_{i}"], entry.get("position", c.position)
         window = entry.get("window", c.window)
@@ -222,13 +227,25 @@ def stack(c, p, side, x, info, encoded=None, source=None):
         }
         self_arguments = info, info, side == "decoder", window, choose(spec), shared
         sublayers = {
-            "self_attention": lambda h: attention(c, layer["self_attention"], h, h, *self_arguments)
+            "self_attention": lambda h: attention(
+                c, layer["self_attention"], h, h, *self_arguments, first_values
+            )
         }
         if encoded is not None:
             sublayers["cross_attention"] = lambda h: attention(
                 c, layer["cross_attention"], h, encoded, info, source, False, 0, ("none", {}), {}
             )
         sublayers["feed_forward"] = lambda h: feed_forward(c, layer["feed_forward"], h)
+        if topology is not None:
+            for j, (name, f) in enumerate(sublayers.items()):
+                r = layer.get(f"{name}_residual", {})
+                of_sublayer = lambda name, x, r=r: norm(c, r.get(name, {}), x)
+                streams = streams or topology(x, options, (depth, len(sublayers)))
+                branch = f
+                if options.get("res_norm"):
+                    branch = lambda h, f=f, n=of_sublayer: n("res_norm", f(h))
+                streams.apply(branch, of_sublayer, r, i, j)
+            continue
         if c.parallel:
             branches, bare = tuple(sublayers.values()), not c.first_norm and i == 0
             x = residual(c, layer.get("residual", {}), x, branches, parts, bare)
@@ -236,6 +253,8 @@ def stack(c, p, side, x, info, encoded=None, source=None):
         for j, (name, f) in enumerate(sublayers.items()):
             r = layer.get(f"{name}_residual", {})
             x = residual(c, r, x, (f,), parts, not c.first_norm and i == 0 and j == 0)
+    if topology is not None:
+        return streams.end(lambda name, x: norm(c, p.get(name, {}), x), p)
     return norm(c, p.get("final_norm", {}), x) if parts[3] else x
 
 
@@ -264,26 +283,20 @@ def mixture(c, p, x):
     return y
 
 
-def attention(c, p, x, y, q_info, k_info, causal, window, position, shared):
-    """Computes attention from x to y; `q_info` and `k_info` are the results of `token_info`."""
+def attention(c, p, x, y, q_info, k_info, causal, window, position, shared, first_values=None):
+    """Computes attention from x to y; `q_info` and `k_info` are the results of `token_info`.
+
+    `first_values` holds the first layer's values by head; the first layer fills it in.
+    """
     name, options = position
-    per_kv = c.num_heads // c.kv_heads
     scale = c.head_size**-0.5 if c.attention_scale is None else c.attention_scale
-    out = np.zeros(x.shape)
+    out, earlier = np.zeros(x.shape), dict(first_values or {})
     for n in range(c.num_heads):
-        head = lambda kind, inputs, h: (
-            inputs @ p[kind]["kernel"][:, h] + (p[kind]["bias"][h] if "bias" in p[kind] else 0.0)
-        )
-        q, k, v = head("query", x, n), head("key", y, n // per_kv), head("value", y, n // per_kv)
-        if c.qk_norm:
-            q = normalized_head(c, p, "query", functools.partial(head, "query", x), n)
-            k = normalized_head(c, p, "key", functools.partial(head, "key", y), n // per_kv)
-        if name in ("rotary", "xpos"):
-            length = int(q_info[0].max()) + 1
-            turn = lambda x, at, sign: np.stack(
-                [rotate(name, options, x[t], at[t], length, sign) for t in range(len(x))]
-            )
-            q, k = turn(q, q_info[0], 1), turn(k, k_info[0], -1)
+        q, k, v = projected(c, p, n, x, y, q_info, k_info, position)
+        if c.value_residual and first_values is not None:
+            first = first_values.setdefault(n, v)
+            weights = p.get("value_residual", (0.5, 0.5))
+            v = weights[0] * first + weights[1] * v if n in earlier else v
         for t in range(len(q)):
             allowed = lambda s, t=t: (
                 q_info[1][t] == k_info[1][s] > 0
@@ -314,3 +327,22 @@ def attention(c, p, x, y, q_info, k_info, causal, window, position, shared):
             else:
                 out[t, n * len(value) : (n + 1) * len(value)] = value
     return out + p.get("out", {}).get("bias", 0.0)
+
+
+def projected(c, p, n, x, y, q_info, k_info, position):
+    """Returns the queries, keys and values of head n, normalized and rotated."""
+    (name, options), m = position, n // (c.num_heads // c.kv_heads)
+    head = lambda kind, inputs, h: (
+        inputs @ p[kind]["kernel"][:, h] + (p[kind]["bias"][h] if "bias" in p[kind] else 0.0)
+    )
+    q, k, v = head("query", x, n), head("key", y, m), head("value", y, m)
+    if c.qk_norm:
+        q = normalized_head(c, p, "query", functools.partial(head, "query", x), n)
+        k = normalized_head(c, p, "key", functools.partial(head, "key", y), m)
+    if name in ("rotary", "xpos"):
+        length = int(q_info[0].max()) + 1
+        turn = lambda x, at, sign: np.stack(
+            [rotate(name, options, x[t], at[t], length, sign) for t in range(len(x))]
+        )
+        q, k = turn(q, q_info[0], 1), turn(k, k_info[0], -1)
+    return q, k, norm(c, p.get("value_norm", {}), v) if c.v_norm else v

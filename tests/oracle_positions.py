@@ -22,6 +22,17 @@ def sinusoid(t, d, base=1e4, layout="interleaved"):
     return out
 
 
+def pope(options, q, k, distance, bias):
+    """Returns sum_c softplus(q_c) softplus(k_c) cos(distance theta^(-c/d) - bias_c)."""
+    softplus = lambda x: math.log(1 + math.exp(x))
+    theta, d = options.get("theta", 1e4), len(q)
+    bias = np.clip(bias, -2 * math.pi, 0)
+    return sum(
+        softplus(q[c]) * softplus(k[c]) * math.cos(distance * theta ** (-c / d) - bias[c])
+        for c in range(d)
+    )
+
+
 def clip(d, limit):
     return int(max(-limit, min(limit, d)))
 
@@ -99,6 +110,8 @@ def add_positions(c, name, options, p, shared, n, e, q, k, t, positions, mask, s
         return e
     for s, s_position in enumerate(positions):
         d = int(t - s_position)
+        if name == "pope":
+            e[s] = scale * pope(options, q, k[s], d, p["phase_bias"][n])
         e[s] += distance_bias(name, options, shared, n, d, t, c.num_heads, causal)
         if name == "shaw":
             limit = options.get("max_distance", 16)
@@ -116,7 +129,7 @@ def add_positions(c, name, options, p, shared, n, e, q, k, t, positions, mask, s
 
 
 NOT_BY_DISTANCE = (
-    "none", "learned", "sinusoidal", "rotary", "xpos", "shaw", "transformer_xl", "deberta",
+    "none", "learned", "sinusoidal", "rotary", "xpos", "pope", "shaw", "transformer_xl", "deberta",
 )  # fmt: skip
 """The schemes that are computed elsewhere, or do nothing."""
 

@@ -342,7 +342,7 @@ def test_evaluators_do_not_change_the_training_step():
     assert programs[0] == programs[1] and len(programs[0]) > 10_000
 
 
-@pytest.mark.parametrize("placement", ["pre", "post"])
+@pytest.mark.parametrize("placement", ["pre", "post", "resi_dual", "attention_residuals"])
 def test_logit_lens_of_the_last_layer_equals_the_loss(placement):
     metrics, loss, *_ = measure_at_start(
         experiment("logit_lens", norm_placement=placement), max_batches=1

@@ -51,9 +51,11 @@ MODEL = {
     "norm_gain": False, "norm_offset": False, "norm_zero_centered": True, "norm_epsilon": 1e-3,
     "embedding_norm": True, "first_norm": False, "parallel": True, "feed_forward": "experts",
     "activation": "gelu", "glu": True, "use_bias": False, "attention_bias": False,
-    "qkv_bias": False, "qk_norm": True, "qk_norm_joint": (True, DECODER | {"qk_norm": True}),
+    "qkv_bias": False, "qk_norm": True, "v_norm": True,
+    "qk_norm_joint": (True, DECODER | {"qk_norm": True}),
     "attention_scale": 0.3, "attention_soft_cap": 5.0, "attention_sink": True, "causal": False,
     "attention_gate": "headwise", "attention_out": False,
+    "value_residual": "fixed",
     "prefix_lm": (True, DECODER | {"position": "t5"}),
     "window": 2, "attention_backend": "blockwise", "tie_embeddings": False,
     "share_embeddings": (False, BOTH), "logit_bias": True, "logit_scale": 0.5,
@@ -239,6 +241,7 @@ def test_every_position_scheme_option_has_an_effect():
             "scaling": {"none": {"name": "linear", "factor": 2.0}},
             "first_index": {0: 1},
             "slopes": {"geometric": "learned"},
+            "start": {"zero": "uniform"},
         },
     )
     for name, cls in SCHEMES.items():

@@ -209,7 +209,7 @@ def test_encoder_sees_order_only_with_a_position_scheme(position):
     assert change < 2e-5 if position == "none" else change > 1e-3
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("placement", oracle.PLACEMENTS)
 def test_placement_has_exactly_its_norms(placement):
     listed = dict(zip(oracle.PARTS, oracle.PLACEMENTS[placement], strict=True))
     norms = ("in_norm", "res_norm", "out_norm", "gate")

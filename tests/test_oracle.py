@@ -30,6 +30,8 @@ VARIANTS = {
     "sink": {"attention_sink": True},
     "gate": {"attention_gate": "elementwise"},
     "no W_O": {"attention_out": False, "attention_gate": "headwise"},
+    "value residual": {"value_residual": "fixed", "num_kv_heads": 2},
+    "learned value residual": {"value_residual": "learned", "v_norm": True},
     "gate per head": {"attention_gate": "headwise", "attention_sink": True},
     "no scaling": {"attention_scale": 1.0},
     "parallel": {"parallel": True},
@@ -52,6 +54,14 @@ VARIANTS = {
     "dynamic tanh": {"norm": "dynamic_tanh", "qk_norm": True, "embedding_norm": True},
     "detach norm": {"norm": "detach_norm"},
     "layer scale": {"norm_placement": {"name": "peri", "layer_scale": 0.1}, "parallel": True},
+    "blocks of two": {"norm_placement": {"name": "attention_residuals", "block": 2}},
+    "two streams": {
+        "norm_placement": {"name": "hyper_connections", "streams": 2, "res_norm": True},
+    },
+    "HybridNorm": {
+        "norm_placement": {"name": "hybrid_norm", "pre_first": False},
+        "qk_norm": True, "v_norm": True,
+    },
     "bare norm": {"norm_gain": False, "norm_offset": False, "norm_epsilon": 1e-2},
     "embedding": {"embedding_norm": True, "embedding_scale": True, "d_embedding": 6},
     "head": {
@@ -167,7 +177,7 @@ def covering_cases() -> list[tuple[str, str, str]]:
     For decoders, these are all pairs of scheme and placement. For the other families, each scheme
     is paired with one placement, and each placement occurs.
     """
-    names, cases = list(PLACEMENTS), []
+    names, cases = list(oracle.PLACEMENTS), []
     for i, (family, position) in enumerate(schemes(*FAMILIES)):
         cases += [
             (family, position, placement)
@@ -179,6 +189,24 @@ def covering_cases() -> list[tuple[str, str, str]]:
 @pytest.mark.parametrize(("family", "position", "placement"), covering_cases())
 def test_every_placement_and_position(family, position, placement):
     assert_matches_oracle(small(family, position=position, norm_placement=placement))
+
+
+def topology_cases() -> list[tuple[str, str, str]]:
+    """Returns (family, scheme, topology) cases: each family and topology, with varying schemes."""
+    cases, every = [], {family: [p for _, p in schemes(family)] for family in FAMILIES}
+    for i, topology in enumerate(oracle.TOPOLOGIES):
+        cases += [(family, every[family][i % len(every[family])], topology) for family in FAMILIES]
+    return cases
+
+
+@pytest.mark.parametrize(("family", "position", "topology"), topology_cases())
+def test_every_topology(family, position, topology):
+    assert oracle.PLACEMENTS.keys() | oracle.TOPOLOGIES.keys() == PLACEMENTS.keys()
+    placement = {"name": "mix_ln", "share": 0.5} if topology == "mix_ln" else topology
+    options = {"norm_placement": placement, "num_kv_heads": 2}
+    depth = 2 if family == "encoder_decoder" else 3
+    depths = {f"num_{side}_layers": depth for side in ("encoder", "decoder") if side in family}
+    assert_matches_oracle(small(family, position=position, **depths, **options))
 
 
 @pytest.mark.parametrize(("family", "variant"), list(itertools.product(FAMILIES, VARIANTS)))

@@ -132,6 +132,12 @@ MESHES = [
          "num_encoder_layers": 4},
         {}, ("encoder", "encoder_decoder"),
     ),
+    (
+        {"stage": 2, "fsdp": 2},
+        {"pipeline_rounds": 2, "num_decoder_layers": 8, "norm_placement": "siamese_norm"},
+        {}, ("decoder",),
+    ),
+    ({"context": 2, "fsdp": 2, "tensor": 2}, {"norm_placement": "mhc"}, {}, ("decoder",)),
     ({"stage": 2, "context": 2}, {"remat": "full"}, {"accumulate": 2}, ("decoder",)),
     ({"expert": 2, "fsdp": 2}, {"feed_forward": EXPERTS}, {}, FAMILIES),
     (

@@ -35,7 +35,7 @@ def get_config(scale="small"):
         norm_placement="pre",
         attention_backend="reference",
     )
-    config.data = dict(corpus="wikitext2", objective="causal_lm", length=64, batch_size=16)
+    config.data = dict(corpus="wikitext2", objective="causal_lm", length=64, batch_size=8)
     config.optimizer = dict(
         name="adamw", learning_rate=1e-2, schedule="cosine", warmup_steps=50, weight_decay=0.1
     )

@@ -3,12 +3,14 @@
 Shape suffixes: B batch, T length, D d_model.
 """
 
+import functools
 from collections.abc import Callable, Iterator
 
 import jax
 
 from transformer.evaluation.subject import Subject
 from transformer.model.layout import flatten, part, where
+from transformer.model.placements.base import Parts
 
 SELF_ATTENTION_ONLY = ("distance", "previous")
 """Attention statistics that compare positions, which has no meaning in cross-attention."""
@@ -18,18 +20,19 @@ def streams(subject: Subject, params, recorded: dict) -> Iterator[tuple[jax.Arra
     """Yields (input of the head, head) after each layer of the last stack, as if it ended there.
 
     `recorded` holds the residual streams after the layers (the collection "streams" of
-    model/watch.py). The stack's final norm is applied to each.
+    model/watch.py). Each is ended as the stack ends.
     """
     config, flat = subject.config.model, flatten(recorded)
     side = config.sides[-1]
-    norm = config.norm_module(parent=None)
+    module, of_stack, done = config.norm_module(parent=None), params[side], 0
+    norm = lambda name: lambda x: module.apply({"params": of_stack.get(name, {})}, x)
+    parts, end = Parts(norm, lambda name, *_: of_stack[name]), config.last_placement(side).end
     locations = where(config, flat)
-    for layer in range(config.num_layers(side)):
+    for layer, of_layer in enumerate(config.layers(side)):
         path, index = locations[f"{side}/layers_{layer}/after"]
-        h_BxTxD = part(flat[path][0], index)
-        if config.has_final_norm(side):
-            h_BxTxD = norm.apply({"params": params[side].get("final_norm", {})}, h_BxTxD)
-        yield subject.model.apply(params, h_BxTxD, method="read")
+        after = jax.tree.map(functools.partial(part, place=index), flat[path][0])
+        done += of_layer.residuals_of_layer(side)
+        yield subject.model.apply(params, end(parts, after, done), method="read")
 
 
 def sublayer_of(rest: str) -> str:

@@ -72,6 +72,7 @@ class ModelConfig:
     qkv_bias: bool | None = None
     qk_norm: bool = False  # normalize each head's query and key (Henry et al. 2020; Qwen 3)
     qk_norm_joint: bool = False  # qk_norm: one norm for all heads of a token (OLMo 2)
+    v_norm: bool = False  # normalize each head's value (HybridNorm; Zhuo et al. 2025)
     attention_scale: float | None = None  # multiplies query-key products; None: 1 / sqrt(d_head)
     # c in c tanh(logits / c), applied to attention logits (Gemma 2). 0: off.
     attention_soft_cap: float = 0.0
@@ -79,6 +80,9 @@ class ModelConfig:
     attention_sink: bool = False
     # elementwise | headwise: multiply each head's output by sigmoid(x W) (Qiu et al. 2025).
     attention_gate: str = ""
+    # fixed | learned: average each value with the first layer's, with weights of 1/2, or weights
+    # learned from 1/2 (ResFormer; Zhou et al. 2024).
+    value_residual: str = ""
     # Project the concatenated outputs of the heads with W_O. Without it, their size is d_model.
     attention_out: bool = True
     # In a decoder, a token attends to itself and earlier tokens. False: also to later tokens,
@@ -347,9 +351,17 @@ class ModelConfig:
         """Returns whether some mixer or cross-attention can record `what` (watch.py)."""
         return any(what in mixer.observes for mixer in self.mixers_of())
 
-    def has_final_norm(self, side: str) -> bool:
-        """Returns whether the stack ends in a norm; the placement of its last layer decides."""
-        return self.layers(side)[-1].placement(side).final_norm
+    def last_placement(self, side: str) -> Placement:
+        """Returns the placement of the last layer, which decides how the stack ends."""
+        return self.layers(side)[-1].placement(side)
+
+    def residuals(self, side: str) -> int:
+        """Returns the number of residual connections of a stack. Parallel sublayers share one."""
+        return sum(layer.residuals_of_layer(side) for layer in self.layers(side))
+
+    def residuals_of_layer(self, side: str) -> int:
+        """For a layer's config: the number of its residual connections."""
+        return 1 if self.parallel else self.num_sublayers(side)
 
     def stack_facts(self, side: str) -> positions.StackFacts:
         """Returns the facts about a layer that a position scheme may depend on."""

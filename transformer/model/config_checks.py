@@ -70,6 +70,7 @@ def _check_values(config) -> None:
         "remat": REMAT_POLICIES,
         "pooling": POOLINGS,
         "attention_gate": ("", "elementwise", "headwise"),
+        "value_residual": ("", "fixed", "learned"),
         "attention_backend": ("auto", *BACKENDS),
         "dtype": ("float32", "bfloat16"),
         "param_dtype": ("float32", "bfloat16"),
@@ -155,6 +156,7 @@ def _check_layers(config) -> None:
     for side in config.sides:
         for layer in dict.fromkeys(config.layers(side)):
             _check_layer(layer, side)
+        _check_streams(config, side)
     for entry in config.used_pattern:
         mixer = MIXERS.build(entry.get("mixer", config.mixer))
         if entry.get("window") and "window" not in mixer.fields:
@@ -166,6 +168,20 @@ def _check_layers(config) -> None:
         if positions.build(spec).hooks and not any(layer.position_acts for layer in matches):
             problem = f"{plain(spec)!r} has no effect on mixer = {plain(matches[0].mixer)!r}"
             raise UserError(f"model.position: {problem}; set it to 'none'")
+
+
+def _check_streams(config, side: str) -> None:
+    """Checks that the layers of a stack can pass their residual streams on to each other."""
+    layers = {layer: layer.placement(side) for layer in config.layers(side)}
+    if len({placement.topology for placement in layers.values()}) > 1:
+        names = " and ".join(dict.fromkeys(repr(plain(x.norm_placement)) for x in layers))
+        problem = f"norm_placement = {names} carry different residual streams"
+        raise UserError(f"model.layer_pattern: {problem}; use one of them in all layers")
+    counts = {layer.residuals_of_layer(side) for layer in layers}
+    if len(counts) > 1 and any(placement.is_special for placement in layers.values()):
+        name = plain(config.norm_placement)
+        problem = f"{name!r} needs the same number of sublayers in all layers of the {side}"
+        raise UserError(f"model.norm_placement: {problem}; change model.layer_pattern")
 
 
 def _check_rounds(config) -> None:
@@ -184,7 +200,8 @@ def _check_rounds(config) -> None:
 def _check_layer(config, side: str) -> None:
     """Checks the components of a layer, given the layer's config."""
     FEED_FORWARDS.build(config.feed_forward)
-    config.placement(side)
+    if problem := config.placement(side).check(config, side):
+        raise UserError(problem)
     mixer, scheme = config.token_mixer, positions.build(config.position)
     if problem := mixer.check(config, side):
         raise UserError(problem)

@@ -15,7 +15,8 @@ PER_LAYER_FIELDS = ("mixer", "position", "window", "feed_forward", "norm_placeme
 
 def has_norm(c, *parts: str) -> bool:
     """Whether some placement has one of these norms; without `parts`, whether there is any norm."""
-    if not parts and (c.embedding_norm or c.qk_norm or (c.head_transform and c.lm_head)):
+    in_heads = c.qk_norm or c.v_norm
+    if not parts and (c.embedding_norm or in_heads or (c.head_transform and c.lm_head)):
         return True
     parts = parts or ("in_norm", "res_norm", "out_norm", "final_norm")
     return any(getattr(placement, part) for placement in c.placements for part in parts)

@@ -11,6 +11,7 @@ stage again. Parameters are stacked as [R, L / R] (or [L] with one round), so th
 are a slice. Each stage is idle for a fraction (S - 1) / (M R + S - 1) of the steps.
 """
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -22,7 +23,7 @@ from transformer.model.sharding import axis_of, constrain
 Layers = Callable[..., tuple[jax.Array, object]]
 """layers(params, x_bxTxD, shared, same, key) -> (x_bxTxD, sown values, stacked).
 
-Applies the layers of one stage in one round.
+Applies the layers of one stage in one round. x_bxTxD is an array or a tree of residual streams.
 """
 
 
@@ -34,6 +35,11 @@ def why_not(batch: int, micro: int, rounds: int) -> str | None:
     return f"{micro} micro-batches for {stages} stages" if rounds > 1 and micro < stages else None
 
 
+def where(condition: jax.Array, a, b):
+    """Returns `a` where the condition holds, else `b`, for trees of arrays."""
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), a, b)
+
+
 def of(tree, i: jax.Array | int):
     """Returns element i along axis 0 of every array."""
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), tree)
@@ -42,7 +48,7 @@ def of(tree, i: jax.Array | int):
 def pipelined(
     layers: Layers, params, x_BxTxD, shared, same, key: jax.Array | None, micro: int, rounds: int
 ):
-    """Applies all layers. Returns the residual stream and the sown values.
+    """Applies all layers. Returns the residual streams and the sown values.
 
     The sown values are stacked like the layers and averaged over micro-batches. `params` are
     stacked; `shared` holds arrays [B, ...]; `same` is the same for all sequences.
@@ -62,28 +68,34 @@ def pipelined(
             unit = t - s
             busy, r, m = (unit >= 0) & (unit < micro * rounds), unit // micro % rounds, unit % micro
             sub_key = None if key is None else jax.random.fold_in(key, (r * stages + s) * micro + m)
-            x_bxTxD = jnp.where(s == 0, of(waiting, m), received_bxTxD)
+            x_bxTxD = where(s == 0, of(waiting, m), received_bxTxD)
             y_bxTxD, new = layers(of(params, r), x_bxTxD, of(shared, m), same, sub_key)
             add = lambda total, x: total.at[r].add(jnp.where(busy, x, 0))
             sown = jax.tree.map(add, sown, new)
             received_bxTxD = jax.lax.ppermute(y_bxTxD, axis, ring)
             returned = t - (stages - 1)  # the unit that the first stage receives from the last
             slot, keep = returned % micro, (s == 0) & (returned >= 0)
-            kept_bxTxD = jnp.where(keep, received_bxTxD, of(waiting, slot))
-            waiting = waiting.at[slot].set(kept_bxTxD)
+            kept_bxTxD = where(keep, received_bxTxD, of(waiting, slot))
+            put = lambda waiting, kept: waiting.at[slot].set(kept)
+            waiting = jax.tree.map(put, waiting, kept_bxTxD)
             return (waiting, received_bxTxD, sown), None
 
-        _, new = jax.eval_shape(layers, of(params, 0), waiting_MxbxTxD[0], of(shared, 0), same, key)
+        first = of(waiting_MxbxTxD, 0)
+        _, new = jax.eval_shape(layers, of(params, 0), first, of(shared, 0), same, key)
         sown = jax.tree.map(lambda x: jnp.zeros((rounds, *x.shape), x.dtype), new)
-        start = (waiting_MxbxTxD, jnp.zeros_like(waiting_MxbxTxD[0]), sown)
+        start = (waiting_MxbxTxD, jax.tree.map(jnp.zeros_like, first), sown)
         times = jnp.arange(micro * rounds + stages - 1)
         (done_MxbxTxD, _, sown), _ = jax.lax.scan(step, start, times)
-        return jax.lax.psum(jnp.where(s == 0, done_MxbxTxD, 0), axis), sown
+        done_MxbxTxD = jax.tree.map(lambda x: jnp.where(s == 0, x, 0), done_MxbxTxD)
+        return jax.lax.psum(done_MxbxTxD, axis), sown
 
     by_stage = P(None, axis)
     specs = {"in_specs": (by_stage, P(), P(), P(), P()), "out_specs": (P(), by_stage)}
     run = jax.shard_map(stage, axis_names={axis}, check_vma=False, **specs)
-    y_MxbxTxD, sown = run(params, cut(x_BxTxD), jax.tree.map(cut, shared), same, key)
-    y_BxTxD = jnp.moveaxis(y_MxbxTxD, 0, 1).reshape(x_BxTxD.shape)
-    y_BxTxD = constrain(y_BxTxD, ("batch", "length", "activation_embed"))
+    cut_all = functools.partial(jax.tree.map, cut)
+    y_MxbxTxD, sown = run(params, cut_all(x_BxTxD), cut_all(shared), same, key)
+    join = lambda y, x: jnp.moveaxis(y, 0, 1).reshape(x.shape)
+    names = lambda x: ("batch", "length", *[None] * (x.ndim - 3), "activation_embed")
+    y_BxTxD = jax.tree.map(join, y_MxbxTxD, x_BxTxD)
+    y_BxTxD = jax.tree.map(lambda y: constrain(y, names(y)), y_BxTxD)
     return y_BxTxD, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]) / micro, sown)

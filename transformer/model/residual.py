@@ -3,13 +3,15 @@
     y = out_norm( a * x + s * gate * l * res_norm( dropout( f( in_norm(x) ) ) ) )
 
 a and s are constants, gate is a learned scalar and l a learned vector. An absent norm is the
-identity. Parallel sublayers (GPT-J, GPT-NeoX,
-PaLM) are one sum over branches, each with separate norms and a separate gate. The collection
-"sizes" (watch.py) records the root mean squares of the residual stream and of the branch.
+identity. Parallel sublayers (GPT-J, GPT-NeoX, PaLM) are one sum over branches, each with separate
+norms and a separate gate. A placement may replace the sum (placements/base.py). The collection
+"sizes" (watch.py) records the root mean squares of the stream that is read and of the branch.
 
 Shape suffixes: B batch, T length, D d_model.
 """
 
+import functools
+import operator
 from collections.abc import Callable
 
 import jax
@@ -21,7 +23,7 @@ from transformer.model.config import ModelConfig
 from transformer.model.dropout import Dropout, rate_of
 from transformer.model.initializers import declare
 from transformer.model.mixers.base import Context
-from transformer.model.placements import Placement
+from transformer.model.placements.base import Parts, Placement, Site, Streams
 from transformer.model.sharding import constrain
 from transformer.model.watch import watched
 
@@ -33,21 +35,32 @@ class Residual(nn.Module):
     """
 
     config: ModelConfig
+    side: str  # encoder | decoder
     placement: Placement
+    step: int  # the number of this connection in its layer
+    steps: int  # number of connections in a layer
 
     @nn.compact
     def __call__(
-        self, x_BxTxD: jax.Array, *sublayers: Callable, context: Context, deterministic: bool
-    ) -> jax.Array:
-        p, norm = self.placement, self.config.norm_module
-        y = skip = p.residual_scale * x_BxTxD if p.residual_scale else None
+        self, streams: Streams, *sublayers: Callable, context: Context, deterministic: bool
+    ) -> Streams:
+        count = lambda config: config.num_layers(self.side)
+        counts = self.step, self.steps, count(self.config), count(self.config.base)
+        branch = functools.partial(self._branch, sublayers, context, deterministic)
+        site = Site(context.layer, *counts)
+        streams = self.placement.connect(parts_of(self), site, streams, branch)
+        return jax.tree.map(constrain_streams, streams)
+
+    def _branch(self, sublayers, context, deterministic, x_BxTxD: jax.Array) -> list[jax.Array]:
+        """Returns s gate l res_norm(dropout(f(in_norm(x)))) of each sublayer f."""
+        p, norm, branches = self.placement, self.config.norm_module, []
         for i, f in enumerate(sublayers):
             suffix = f"_{i}" if i else ""
             h = norm(name="in_norm" + suffix)(x_BxTxD) if p.in_norm else x_BxTxD
             # Sublayers take tokens sharded as "length". Between sublayers, norms, dropout and sums
             # act on each token separately, so tokens may be sharded over more axes, as "stream".
             h = constrain(h, ("batch", "length", "activation_embed"))
-            h = constrain(f(h), ("batch", "stream", "activation_embed"))
+            h = constrain_streams(f(h))
             h = Dropout(rate_of(self.config, context.dropout_rate))(h, deterministic)
             h = norm(name="res_norm" + suffix)(h) if p.res_norm else h
             if p.gate:
@@ -55,14 +68,24 @@ class Residual(nn.Module):
             if p.layer_scale:
                 start, name = constant(p.layer_scale), "layer_scale" + suffix
                 h = declare(self, name, start, ("norm",), h.shape[-1:]).astype(h.dtype) * h
-            h = h * p.branch_scale if p.branch_scale != 1.0 else h
-            y = h if y is None else y + h
+            branches.append(h * p.branch_scale if p.branch_scale != 1.0 else h)
         if watched(self, "sizes"):
             size = lambda x: rms(x, context.tokens.segments_BxT)
-            kept, branch = (0.0, size(y)) if skip is None else (size(skip), size(y - skip))
-            self.sow("sizes", "sizes", {"stream": size(x_BxTxD), "kept": kept, "branch": branch})
-        y = norm(name="out_norm")(y) if p.out_norm else y
-        return constrain(y, ("batch", "stream", "activation_embed"))
+            stream, branch = size(x_BxTxD), size(functools.reduce(operator.add, branches))
+            scale = 1.0 if p.residual_scale is None else p.residual_scale
+            self.sow("sizes", "sizes", {"stream": stream, "kept": scale * stream, "branch": branch})
+        return branches
+
+
+def parts_of(module: nn.Module) -> Parts:
+    """Returns the norms and parameters that a placement may declare in this module."""
+    norm = lambda name: module.config.norm_module(name=name)
+    return Parts(norm, functools.partial(declare, module))
+
+
+def constrain_streams(x: jax.Array) -> jax.Array:
+    """Shards residual streams, [B, T, ..., D], over devices."""
+    return constrain(x, ("batch", "stream", *[None] * (x.ndim - 3), "activation_embed"))
 
 
 def rms(x_BxTxD: jax.Array, segments_BxT: jax.Array) -> jax.Array:

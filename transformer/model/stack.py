@@ -18,10 +18,14 @@ from transformer.model.config import ModelConfig
 from transformer.model.dropout import Dropout, rate_of
 from transformer.model.masks import Tokens
 from transformer.model.mixers import Context
+from transformer.model.placements.base import Streams
 from transformer.model.remat import REMAT_POLICIES
-from transformer.model.residual import Residual
+from transformer.model.residual import Residual, parts_of
 from transformer.model.sharding import axis_of, constrain
 from transformer.model.watch import WATCHED, any_watched, watched
+
+Carry = tuple[Streams, Any]
+"""The residual streams, and what the mixer of one layer passes on to the next; None if nothing."""
 
 
 class Layer(nn.Module):
@@ -38,16 +42,22 @@ class Layer(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x_BxTxD: jax.Array, state: LayerState | None, position, context: Context
-    ) -> tuple[jax.Array, LayerState | None]:
-        """Returns the residual stream after this layer and, in decoding, the layer's new state."""
-        cfg, placement = self.config, self.config.placement(self.side)
+        self, carry: Carry, own: tuple[LayerState | None, Any], position, context: Context
+    ) -> tuple[Carry, LayerState | None]:
+        """Returns the carry after this layer and, in decoding, the layer's new state.
+
+        `own` is the layer's state and its number in the stack.
+        """
+        cfg, placement, (state, index) = self.config, self.config.placement(self.side), own
+        streams, passed = carry
+        context = context.replace(layer=index, passed=passed)
         gains = {"gain": placement.branch_gain, "out_gain": self.out_gain}
-        new_states, sublayers = {}, {}
+        new_states, sublayers, new_passed = {}, {}, [passed]
 
         def mix(part, module, h):
             old = state and getattr(state, part)
-            out, new_states[part] = module(h, context, position, old, self.deterministic)
+            out, new_states[part], *rest = module(h, context, position, old, self.deterministic)
+            new_passed[:] = rest or new_passed
             return out
 
         for part, mixer in cfg.mixers(self.side).items():
@@ -64,10 +74,11 @@ class Layer(nn.Module):
             without_norm = i == 0 and not cfg.first_norm
             parts = dataclasses.replace(placement, in_norm=False) if without_norm else placement
             options = {"context": context, "deterministic": self.deterministic}
-            x_BxTxD = Residual(cfg, parts, name=name)(x_BxTxD, *fs, **options)
+            residual = Residual(cfg, self.side, parts, i, len(steps), name=name)
+            streams = residual(streams, *fs, **options)
         if watched(self, "streams"):
-            self.sow("streams", "after", x_BxTxD)
-        return x_BxTxD, None if state is None else LayerState(**new_states)
+            self.sow("streams", "after", streams)
+        return (streams, *new_passed), None if state is None else LayerState(**new_states)
 
 
 class Period(nn.Module):
@@ -76,14 +87,17 @@ class Period(nn.Module):
     layers: tuple[Callable[..., Layer], ...]
 
     @nn.compact
-    def __call__(self, x_BxTxD, states: tuple[LayerState, ...] | None, schemes, context: Context):
-        """Applies the layers in order, each with its state and position scheme."""
-        new_states = []
+    def __call__(self, carry: Carry, own: tuple, schemes, context: Context):
+        """Applies the layers in order, each with its state and position scheme.
+
+        `own` is the states of the layers, if any, and the number of this repetition.
+        """
+        (states, index), new_states = own, []
         for i, (layer, position) in enumerate(zip(self.layers, schemes, strict=True)):
-            state = states and states[i]
-            x_BxTxD, state = layer(name=f"layer_{i}")(x_BxTxD, state, position, context)
+            own = states and states[i], index * len(self.layers) + i
+            carry, state = layer(name=f"layer_{i}")(carry, own, position, context)
             new_states.append(state)
-        return x_BxTxD, tuple(new_states)
+        return carry, tuple(new_states)
 
 
 class Stack(nn.Module):
@@ -124,13 +138,20 @@ class Stack(nn.Module):
         key_tokens = tokens if cache is None else cache.append(tokens)
         source = encoded_BxSxD, encoded_tokens
         context = Context(tokens, key_tokens, *source, cache and cache.index, dropout_rate)
-        x_BxTxD, layers = self._layers(x_BxTxD, cache, schemes, context, deterministic)
+        last, sublayers = cfg.last_placement(self.side), cfg.residuals(self.side)
+        carry = last.begin(x_BxTxD, sublayers), self._first_passed(x_BxTxD)
+        (streams, _), layers = self._layers(carry, cache, schemes, context, deterministic)
         if cache is not None:
             index = cache.index + x_BxTxD.shape[1]
             cache = Cache(layers, key_tokens.replace(order=""), index)
-        if cfg.has_final_norm(self.side):
-            x_BxTxD = cfg.norm_module(name="final_norm")(x_BxTxD)
-        return x_BxTxD, cache
+        return last.end(parts_of(self), streams, sublayers), cache
+
+    def _first_passed(self, x_BxTxD: jax.Array) -> jax.Array | None:
+        """Returns what the first layer receives as the values of the first layer: zeros."""
+        cfg = self.config
+        if not cfg.value_residual:
+            return None
+        return jnp.zeros((*x_BxTxD.shape[:2], cfg.kv_heads, cfg.value_size), x_BxTxD.dtype)
 
     def _spread(self, tokens: Tokens) -> Tokens:
         """Randomizes positions (Ruoss et al. 2023).
@@ -173,35 +194,38 @@ class Stack(nn.Module):
         at_tokens = [scheme.at(tokens.positions_BxT) for scheme in schemes]
         return tuple(at_tokens[i] for i in distinct_schemes(self.config, self.side)[1])
 
-    def _layers(self, x_BxTxD, cache: Cache | None, schemes, context: Context, deterministic):
+    def _layers(self, carry: Carry, cache: Cache | None, schemes, context: Context, deterministic):
         """Applies all layers: unrolled, scanned or pipelined.
 
-        Returns the residual stream and the new states of the layers.
+        Returns the carry and the new states of the layers.
         """
         cfg, configs = self.config, self.config.layers(self.side)
         if not cfg.scan_layers:
             states, out_gain = [], self._out_gain()
             for i, position in enumerate(self._of_layers(schemes, context.tokens)):
                 layer = self._layer(configs[i], out_gain, deterministic)(name=f"layers_{i}")
-                x_BxTxD, state = layer(x_BxTxD, cache and cache.layers[i], position, context)
+                own = cache and cache.layers[i], i
+                carry, state = layer(carry, own, position, context)
                 states.append(state)
-            return x_BxTxD, tuple(states) if cache is not None else None
+            return carry, tuple(states) if cache is not None else None
         _, stages = axis_of("layers")
         micro, rounds = cfg.pipeline_microbatches or stages, cfg.pipeline_rounds
         observed = self.is_initializing() or any_watched(self)
         use_pipeline = stages > 1 and cache is None and not observed
-        if use_pipeline and not pipeline.why_not(len(x_BxTxD), micro, rounds):
-            return self._pipelined(x_BxTxD, schemes, context, deterministic, micro), None
+        if use_pipeline and not pipeline.why_not(_batch(carry), micro, rounds):
+            return self._pipelined(carry, schemes, context, deterministic, micro), None
         cut = (lambda x: x.reshape(rounds, -1, *x.shape[1:])) if rounds > 1 else (lambda x: x)
         join = (lambda x: x.reshape(-1, *x.shape[2:])) if rounds > 1 else (lambda x: x)
-        layers, args = self._loop(len(configs) // cfg.period(self.side) // rounds, deterministic)
+        period = cfg.period(self.side)
+        repeats = len(configs) // period
+        layers, args = self._loop(repeats // rounds, deterministic)
         layers = _scanned(layers, rounds, "rounds") if rounds > 1 else layers
         position = self._of_period(self._of_layers(schemes, context.tokens))
-        period = cfg.period(self.side)
-        old_states = jax.tree.map(cut, cache and _stacked(cache.layers, period))
-        x_BxTxD, states = layers(*args, name="layers")(x_BxTxD, old_states, position, context)
+        own = cache and _stacked(cache.layers, period), jnp.arange(repeats)
+        own = jax.tree.map(cut, own)
+        carry, states = layers(*args, name="layers")(carry, own, position, context)
         states = jax.tree.map(join, states)
-        return x_BxTxD, states if cache is None else _unstacked(states, len(configs), period)
+        return carry, states if cache is None else _unstacked(states, len(configs), period)
 
     def _layer(self, config: ModelConfig, out_gain: float, deterministic: bool):
         """Returns a layer, rematerialized as `remat` sets, without its `name`."""
@@ -236,35 +260,37 @@ class Stack(nn.Module):
         period = self.config.period(self.side)
         return schemes[:period] if period > 1 else schemes[0]
 
-    def _pipelined(self, x_BxTxD, schemes, context: Context, deterministic, micro) -> jax.Array:
+    def _pipelined(self, carry, schemes, context: Context, deterministic, micro) -> Carry:
         """Applies the layers sharded over "stage" (pipeline.py)."""
-        cfg, (_, stages) = self.config, axis_of("layers")
-        repeat = lambda x: jnp.broadcast_to(x, (len(x_BxTxD), *x.shape[1:]))
+        cfg, (_, stages), rounds = self.config, axis_of("layers"), self.config.pipeline_rounds
+        repeat = lambda x: jnp.broadcast_to(x, (_batch(carry), *x.shape[1:]))
         to_batch = functools.partial(jax.tree.map, repeat)
-        count = len(cfg.layers(self.side)) // cfg.period(self.side) // cfg.pipeline_rounds // stages
-        module, args = self._loop(count, deterministic)
+        repeats = len(cfg.layers(self.side)) // cfg.period(self.side)
+        module, args = self._loop(repeats // rounds // stages, deterministic)
 
-        def layers(params, x_bxTxD, context: Context, schemes, key):
+        def layers(own, carry, context: Context, schemes, key):
             position = self._of_period(self._of_layers(schemes, context.tokens))
-            (x_bxTxD, _), sown = module(*args, parent=None).apply(
+            params, index = own
+            (carry, _), sown = module(*args, parent=None).apply(
                 {"params": params},
-                x_bxTxD,
-                None,
+                carry,
+                (None, index),
                 position,
                 context,
                 rngs=None if key is None else {"dropout": key},
                 mutable=["losses"],
             )
-            return x_bxTxD, sown.get("losses", {})
+            return carry, sown.get("losses", {})
 
         key = None if deterministic or not self.has_rng("dropout") else self.make_rng("dropout")
-        params = self.variables["params"]["layers"]
-        x_BxTxD, sown = pipeline.pipelined(
-            layers, params, x_BxTxD, to_batch(context), schemes, key, micro, cfg.pipeline_rounds
+        index = jnp.arange(repeats).reshape((rounds, -1) if rounds > 1 else -1)
+        own = self.variables["params"]["layers"], index
+        carry, sown = pipeline.pipelined(
+            layers, own, carry, to_batch(context), schemes, key, micro, rounds
         )
         if sown:
             self.sow("losses", "layers", sown)
-        return x_BxTxD
+        return carry
 
 
 def distinct_schemes(
@@ -298,6 +324,10 @@ def _facts_read(scheme: positions.Position, facts: positions.StackFacts) -> froz
     return frozenset(read.items())
 
 
+def _batch(carry: Carry) -> int:
+    return len(jax.tree.leaves(carry)[0])
+
+
 def _stacked(states: tuple, period: int) -> Any:
     """Stacks the states of layers as a scan takes them: one stack per layer of a period."""
     stack = lambda *xs: jnp.stack(xs)
@@ -315,8 +345,8 @@ def _unstacked(stacks: Any, count: int, period: int) -> tuple:
 def _scanned(cls: type[nn.Module], length: int, axis: str) -> type[nn.Module]:
     """Returns `cls` scanned `length` times.
 
-    The module takes (x, states, position, context). Its parameters and states are stacked on axis
-    0, whose logical name is `axis`.
+    The module takes (carry, own, position, context). Its parameters and `own` are stacked on
+    axis 0, whose logical name is `axis`.
     """
     return nn.scan(
         cls,

@@ -23,6 +23,7 @@ RULES: tuple[tuple[str, str | tuple[str, ...] | None], ...] = (
     ("vocab", "tensor"), ("heads", "tensor"), ("kv_heads", "tensor"), ("ff", "tensor"),
     ("transform", "tensor"), ("embed", "fsdp"), ("layers", "stage"), ("expert", "expert"),
     ("head", None), ("rounds", None), ("positions", None), ("buckets", None), ("norm", None),
+    ("streams", None),  # weights of residual streams
     # activations
     ("batch", ("data", "stage", "fsdp", "expert")),
     ("length", "context"),

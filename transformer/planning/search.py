@@ -150,7 +150,11 @@ def _kept_bytes(config: Experiment, mesh: dict[str, int]) -> float:
     """Returns a lower bound of the bytes that the layers keep for the backward pass."""
     model = config.model
     streams, hidden = {"none": (4, 3), "dots": (3, 2), "full": (1, 0)}[model.remat]
-    width = streams * model.d_model + hidden * model.ff_size
+    side = model.sides[-1]
+    begin = lambda x: model.last_placement(side).begin(x, model.residuals(side))
+    x = jax.ShapeDtypeStruct((1, 1, model.d_model), model.dtype)
+    carried = sum(stream.size for stream in jax.tree.leaves(jax.eval_shape(begin, x)))
+    width = (streams - 1) * model.d_model + carried + hidden * model.ff_size
     layers, size = max(map(model.num_layers, model.sides)), 2 if model.dtype == "bfloat16" else 4
     return layers * _tokens(config, mesh) * width * size / mesh["tensor"] / mesh["stage"]
 

@@ -87,26 +87,47 @@ class Attention(nn.Module):
         position = position.bind_layer(self.param, self.config.stack_facts(self.side))
         q_BxTxNxH, (k_BxTxKxH, v_BxTxKxH) = self._queries(x_BxTxD), self._keys_and_values(x_BxTxD)
         q_BxTxNxH, k_BxTxKxH = position.rotate(q_BxTxNxH, k_BxTxKxH)
+        v_BxTxKxH, *first = self._with_first(v_BxTxKxH, context)
         kv = new = KeyValue(by_head(k_BxTxKxH), by_head(v_BxTxKxH))
         k_tokens = context.key_tokens
         if state is not None:
             kv, k_tokens, new = extend(state, new, context)
         mask, tokens = self_mask(self.config, self.side), (context.tokens, k_tokens)
-        options = position, deterministic, context.index
+        options = position, deterministic, context.index, context.layer
         out_BxTxD = self._attend(x_BxTxD, (q_BxTxNxH, kv), mask, tokens, *options)
-        return out_BxTxD, new
+        return out_BxTxD, new, *first
 
     def _queries(self, x_BxTxD: jax.Array) -> jax.Array:
         q_BxTxNxH = self._heads("query", self.config.num_heads)(x_BxTxD)
-        return self._normalized("query_norm", q_BxTxNxH)
+        return self._normalized("query_norm", q_BxTxNxH, self.config.qk_norm)
 
     def _keys_and_values(self, x_BxSxD: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the keys and values, [B, S, K, H]."""
         k_BxSxKxH = self._heads("key", self.config.kv_heads)(x_BxSxD)
         v_BxSxKxH = self._heads("value", self.config.kv_heads, self.gain)(x_BxSxD)
-        return self._normalized("key_norm", k_BxSxKxH), v_BxSxKxH
+        k_BxSxKxH = self._normalized("key_norm", k_BxSxKxH, self.config.qk_norm)
+        return k_BxSxKxH, self._normalized("value_norm", v_BxSxKxH, self.config.v_norm)
 
-    def _attend(self, x_BxTxD, q_and_kv, mask, tokens, position, deterministic, index=None):
+    def _with_first(self, v_BxTxKxH, context: Context) -> list[jax.Array]:
+        """Returns the values and, with `value_residual`, those of the first layer.
+
+        v <- w_1 v_first + w_2 v in all layers but the first
+        """
+        cfg = self.config
+        if not cfg.value_residual:
+            return [v_BxTxKxH]
+        weights = jnp.array([0.5, 0.5])
+        if cfg.value_residual == "learned":
+            weights = declare(self, "value_residual", nn.initializers.constant(0.5), (None,), (2,))
+        w_first, w_own = weights.astype(v_BxTxKxH.dtype)
+        is_first = context.layer == 0
+        first_BxTxKxH = jnp.where(is_first, v_BxTxKxH, context.passed)
+        mixed_BxTxKxH = w_first * first_BxTxKxH + w_own * v_BxTxKxH
+        return [jnp.where(is_first, v_BxTxKxH, mixed_BxTxKxH), first_BxTxKxH]
+
+    def _attend(
+        self, x_BxTxD, q_and_kv, mask, tokens, position, deterministic, index=None, layer=None
+    ):
         """Returns the output, [B, T, D]. `tokens` are those of the queries and of the keys."""
         cfg, (q_BxTxNxH, kv) = self.config, q_and_kv
         qkv, options = (q_BxTxNxH, *map(by_head, kv)), (cfg.head_size, deterministic, index)
@@ -132,10 +153,11 @@ class Attention(nn.Module):
         logits = Linear(cfg, outputs, names, False, name="gate")(x_BxTxD)
         return logits if cfg.attention_gate == "elementwise" else logits[..., None]
 
-    def _normalized(self, name: str, x_BxTxNxH: jax.Array) -> jax.Array:
-        if not self.config.qk_norm:
+    def _normalized(self, name: str, x_BxTxNxH: jax.Array, is_on: bool) -> jax.Array:
+        if not is_on:
             return x_BxTxNxH
-        axes = x_BxTxNxH.shape[:2] if self.config.qk_norm_joint else x_BxTxNxH.shape[:3]
+        joint = self.config.qk_norm_joint and name != "value_norm"
+        axes = x_BxTxNxH.shape[:2] if joint else x_BxTxNxH.shape[:3]
         norm = self.config.norm_module(name=name)
         return norm(x_BxTxNxH.reshape(*axes, -1)).reshape(x_BxTxNxH.shape)
 

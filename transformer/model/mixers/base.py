@@ -29,8 +29,9 @@ SOURCE_MIXERS = Registry("model.mixer.source", __package__)
 
 SHARED_FIELDS = (
     "num_heads", "num_kv_heads", "d_head", "d_value", "window", "attention_bias", "qkv_bias",
-    "qk_norm", "qk_norm_joint", "attention_scale", "attention_soft_cap", "attention_sink",
-    "attention_gate", "attention_out", "attention_backend", "attention_dropout",
+    "qk_norm", "qk_norm_joint", "v_norm", "attention_scale", "attention_soft_cap",
+    "attention_sink", "attention_gate", "value_residual", "attention_out", "attention_backend",
+    "attention_dropout",
 )  # fmt: skip
 """The fields of ModelConfig that configure mixers; each mixer lists those that it reads."""
 
@@ -56,6 +57,8 @@ class Context:
         what it needs from it.
     index: int32[], the cache slot of the first of `tokens`; None outside decoding.
     dropout_rate: float32[], overrides the config's dropout rate; None keeps it.
+    layer: the number of this layer in its stack, from 0; an int32[] if the layers are scanned.
+    passed: what the mixer of the layer before passed on, zeros in the first layer; None if nothing.
     """
 
     tokens: Tokens
@@ -64,6 +67,8 @@ class Context:
     source_tokens: Tokens | None = None
     index: jax.Array | None = None
     dropout_rate: jax.Array | None = None
+    layer: jax.Array | int | None = None
+    passed: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +118,8 @@ class Mixer:
 
         The module is called with (x_BxTxD, context: Context, position: Position, state: State,
         deterministic: bool). It returns (out_BxTxD, state), where the new state includes these
-        tokens. Outside decoding, `state` is None and the returned state is ignored.
+        tokens, and may return a third value, `passed` for the next layer. Outside decoding, `state`
+        is None and the returned state is ignored.
 
         `gain` scales the initial values of the matrices that carry values. `out_gain` additionally
         scales the last of them. A state wraps the parts that come from the source in `Shared`
