@@ -16,8 +16,7 @@ import time
 import numpy as np
 
 from transformer.lab.laws import Cost, Law
-from transformer.lab.likelihood import profile
-from transformer.lab.multipliers import Points, fit_all, log_multiplier
+from transformer.lab.multipliers import Points, fit_all, log_multiplier, profile
 
 BASE = Law(1.8172, 477.8, 2143.4, 0.3473, 0.3672)
 """The law of the data of Hoffmann et al. (2022), by arXiv:2404.10102."""

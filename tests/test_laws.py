@@ -18,8 +18,7 @@ from transformer.lab.laws import (
     problem,
     unidentified,
 )
-from transformer.lab.likelihood import profile
-from transformer.lab.multipliers import Points, fit_all, log_multiplier, ranking
+from transformer.lab.multipliers import Points, fit_all, log_multiplier, profile, ranking
 
 NOISELESS = Design(SMALL, 2, run=0.0, point=0.0)
 

@@ -11,7 +11,7 @@ from studies import configs_and_facts, experiment, write_run
 from transformer import Sweep, UserError, product, tuned, vary
 from transformer.cli import main
 from transformer.lab import report, tuning
-from transformer.lab.parabola import Parabola
+from transformer.lab.statistics import Parabola
 from transformer.lab.study import Study, load_study
 from transformer.mapping import to_mapping
 

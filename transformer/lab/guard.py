@@ -1,9 +1,8 @@
 """Checks that arms are comparable, and sizes arms to match the baseline.
 
-An ablation is conclusive only if nothing but the varied fields differs between arms. A field may
-have side effects: other parameter counts, floating-point operations, attention kernels or text.
-This module computes them from the built models and programs before any training starts. A sweep
-must declare them.
+A field may have side effects: other parameter counts, floating-point operations, attention kernels
+or text. They are computed from the built models and programs before any training starts, and a
+sweep must declare them.
 """
 
 import contextlib
@@ -19,7 +18,7 @@ import numpy as np
 from transformer.config import Experiment, MeshConfig
 from transformer.errors import UserError
 from transformer.lab.built import twins
-from transformer.mapping import to_mapping
+from transformer.mapping import from_mapping, override, to_mapping
 from transformer.model.network import abstract_params, build_model
 from transformer.parallel.mesh import make_mesh, use
 from transformer.planning.model_flops import model_flops
@@ -31,8 +30,7 @@ from transformer.training.state import abstract_state, init_state
 from transformer.training.step import attention_backends, make_train_step
 from transformer.units import of_tokens
 
-Configs = Mapping[str, Experiment]
-"""Arm -> its experiment."""
+Configs = Mapping[str, Experiment]  # arm -> its experiment
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,12 +67,9 @@ SETS_PARAMETERS = ("norm_placement", "position")
 """The fields of the model with parameters of their own: norms and gates, tables and biases. If a
 sweep varies one, these need no declaration. They are those that the model lacks with "none"."""
 
-SIZES = ("parameters", "flops")
-"""The facts that are matched by adjusting d_ff."""
-
+SIZES = ("parameters", "flops")  # the facts that are matched by adjusting d_ff
 CLOSE = 0.01
-"""Relative tolerance of matched arms. It also applies to the other fact of SIZES: a smaller
-difference needs no declaration."""
+"""Relative tolerance of matched arms, within which the other fact of SIZES needs no declaration."""
 
 
 @functools.lru_cache(maxsize=64)
@@ -102,6 +97,14 @@ def facts(config: Experiment) -> Facts:
     attention, text = " + ".join(backends) or "none", _settings(data)
     pieces = _settings(tokenizer | vocabulary)
     return Facts(parameters, flops, attention, text, pieces, warmup(config), tokens, own)
+
+
+def changed(config, changes: Mapping[str, object], prefix: str = "sweep: ") -> Experiment:
+    """Returns an experiment with other values of some fields. Raises UserError for invalid ones."""
+    tree = to_mapping(config)
+    for field, value in changes.items():
+        override(tree, field, value, Experiment, prefix)
+    return from_mapping(Experiment, tree)
 
 
 def warmup(config: Experiment) -> str:
@@ -217,8 +220,8 @@ def matched(
     if sweep.match == "time":
         return _in_time(sweep, configs, before, report)
     if "model.d_ff" in sweep.fields:
-        conflict = f"match={sweep.match!r} sizes arms by model.d_ff, which varies"
-        raise UserError(f"sweep: {conflict}; remove one of the two")
+        problem = f"match={sweep.match!r} sizes arms by model.d_ff, which varies"
+        raise UserError(f"sweep: {problem}; remove one of the two")
     target = lambda arm: getattr(facts(configs[sweep.reference(arm)]), sweep.match)
     return {arm: _sized(arm, x, sweep.match, target(arm), report) for arm, x in configs.items()}
 
@@ -250,11 +253,7 @@ def _sized(arm: str, config: Experiment, fact: str, target: float, report) -> Ex
 
 
 def _in_time(sweep: Sweep, configs: Configs, before: Configs, report) -> dict[str, Experiment]:
-    """Matches training time by the number of steps.
-
-    An arm that was measured before and is otherwise unchanged keeps its steps, because a new
-    measurement would give a different number.
-    """
+    """Matches training time by the number of steps. Unchanged arms keep theirs from `before`."""
     base, replace = configs[sweep.baseline], dataclasses.replace
     with_steps = lambda config, n: replace(config, train=replace(config.train, steps=n))
     sized = {sweep.baseline: base}

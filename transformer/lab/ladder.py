@@ -15,12 +15,10 @@ from collections.abc import Callable, Mapping, Sequence
 import jax
 import numpy as np
 
-from transformer.config import Experiment, ModelConfig
-from transformer.config_io import change
+from transformer.config import ModelConfig
 from transformer.errors import UserError
-from transformer.lab.guard import facts
+from transformer.lab.guard import changed, facts
 from transformer.lab.laws import unidentified
-from transformer.mapping import from_mapping, to_mapping
 from transformer.model.layout import flatten
 from transformer.model.network import build_model
 from transformer.model.roles import role
@@ -55,20 +53,18 @@ def ladder(
     points, rungs, reached = [], {}, []  # reached: (N, D, size)
     for size in sizes.points:
         first = {**arms.points[0].changes, **size.changes}
-        N = matrix_parameters(_experiment(config, first).model)
+        N = matrix_parameters(changed(config, first).model)
         ruled = {field: rule(N) for field, rule in (rules or {}).items()}
-        reference = _experiment(config, {**first, **ruled})
-        tokens = reference.data.batch_size * reference.data.length
-        if len(reference.model.sides) > 1:
-            target = reference.data.target_length or reference.data.length
-            tokens += reference.data.batch_size * target
+        reference = changed(config, {**first, **ruled})
+        lengths = (reference.data.length, reference.data.decoder_length)
+        tokens = reference.data.batch_size * sum(lengths[: len(reference.model.sides)])
         unit = N if per == "parameter" else 1 / facts(reference).flops
         *ends, steps = (max(1, round(budget * unit / tokens)) for budget in sorted(budgets))
         warmup = max(1, min(round(N / tokens), [*ends, steps][0] // 4))
         derived = {"train.steps": steps, "optimizer.decay_ends": tuple(ends)}
         derived |= {"optimizer.warmup_steps": warmup, **ruled}
         for point in product(arms, Grid((size,))).points:
-            own = matrix_parameters(_experiment(config, point.changes).model)
+            own = matrix_parameters(changed(config, point.changes).model)
             arm = point.name.removesuffix(f"-{size.name}")
             rungs[point.name] = {"arm": arm, "size": size.name, "N": own, "held_out": False}
             points.append(Point(point.name, {**point.changes, **derived}, point.called))
@@ -93,13 +89,6 @@ def matrix_parameters(config: ModelConfig) -> int:
     model, key = build_model(config.part(attention_backend="reference")), jax.random.key
     tokens = (jax.ShapeDtypeStruct((1, 1), "int32"),) * len(config.sides)
     shapes = flatten(jax.eval_shape(model.init_with_axes, jax.eval_shape(key, 0), *tokens))
-    is_embedding = lambda path, x: (
-        "embedding" in path.split("/")[0] or role(path, x.names) == "embedding"
-    )
-    return sum(math.prod(x.value.shape) for path, x in shapes.items() if not is_embedding(path, x))
-
-
-def _experiment(config, changes: Mapping[str, object]) -> Experiment:
-    tree = to_mapping(config)
-    change(tree, changes)
-    return from_mapping(Experiment, tree)
+    others = {path: x for path, x in shapes.items() if "embedding" not in path.split("/")[0]}
+    matrices = [x for path, x in others.items() if role(path, x.names) != "embedding"]
+    return sum(math.prod(x.value.shape) for x in matrices)

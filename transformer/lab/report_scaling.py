@@ -8,8 +8,7 @@ from matplotlib.figure import Figure
 
 from transformer.lab.figures import new_figure, styles
 from transformer.lab.laws import fit_huber, isoflop
-from transformer.lab.likelihood import profile
-from transformer.lab.multipliers import Estimate, Points, Scaling, fit_all, ranking
+from transformer.lab.multipliers import Estimate, Points, Scaling, fit_all, profile, ranking
 from transformer.lab.page import Section, Table
 from transformer.lab.results import Results
 

@@ -31,12 +31,6 @@ class Tuning:
         """The names of the tuned numbers."""
         return list(dict.fromkeys(curve.number.name for curve in self.curves))
 
-    def gain(self, arm: str) -> Difference:
-        """Returns tuned - untuned, paired by seed."""
-        metric = self.tuned.results.sweep.metric
-        values = lambda verdict: verdict.results.arms[arm].values(metric)
-        return difference(values(self.tuned), values(self.untuned))
-
     @property
     def sentences(self) -> list[str]:
         """What tuning changes, and which optima are uncertain."""
@@ -69,20 +63,18 @@ class Tuning:
 
     def both(self) -> list[list[str]]:
         """Returns a table of the results at the settings of the file and tuned."""
-        versus = f"from {self.tuned.results.sweep.baseline}"
+        sweep = self.tuned.results.sweep
+        versus = f"from {sweep.baseline}"
         rows = [["arm", "untuned", versus, "tuned", versus, "gain of tuning"]]
         cells = lambda row: [spell(row.value), _difference(row.to_baseline)]
         for arm, row in self.tuned.rows.items():
-            before, gain = cells(self.untuned.rows[arm]), _difference(self.gain(arm))
-            rows.append([arm, *before, *cells(row), gain])
+            before = self.untuned.rows[arm]
+            gain = difference(row.arm.values(sweep.metric), before.arm.values(sweep.metric))
+            rows.append([arm, *cells(before), *cells(row), _difference(gain)])
         return rows
 
     def shifts(self) -> list[list[list[str]]]:
-        """Returns a table of slopes of log2(optimum) against log2(size), if a size varies.
-
-        It has a row for each tuned number, varied size and setting of the other fields, with three
-        sizes or more.
-        """
+        """Returns a table of slopes of log2(optimum) against log2(size), from three sizes on."""
         head = ["tuned number", "against", "setting", "slope [95 %]", "optima"]
         rows, points = [], self.tuned.results.sweep.points
         for name, field in itertools.product(self.numbers, self.tuned.results.sweep.fields):

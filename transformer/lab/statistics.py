@@ -12,11 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 from scipy import stats
 
-LEVEL = 0.95
-"""Confidence level of the intervals."""
-
-ROUNDING = 1e-12
-"""Relative tolerance below which differences count as equal."""
+LEVEL = 0.95  # confidence level of the intervals
+ROUNDING = 1e-12  # relative tolerance below which differences count as equal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,14 +33,11 @@ class Mean:
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """The difference between two arms over their common seeds.
-
-    `mean` has its mean and interval. `p` is that of a two-sided paired t-test, corrected or not. It
-    is NaN for fewer than two seeds, and if the difference is nonzero and the same in all seeds:
-    rounded metrics cause this, and a spread of zero is not evidence.
-    """
+    """The difference between two arms over their common seeds."""
 
     mean: Mean
+    # Of a two-sided paired t-test, corrected or not. NaN for fewer than two seeds, and if a nonzero
+    # difference is the same in all seeds: rounding causes this, and no spread is no evidence.
     p: float
 
     @property
@@ -78,9 +72,9 @@ def difference(arm: dict[int, float], baseline: dict[int, float]) -> Difference:
 
 
 def corrected(differences: dict[str, Difference]) -> dict[str, Difference]:
-    """Applies the Holm correction to the p values. NaN does not count as a comparison.
+    """Applies the Holm correction: the least of m p values times m, the next times m - 1, ...
 
-    The smallest of m is multiplied by m, the next by m - 1, ...; results are monotonic, at most 1.
+    NaN does not count as a comparison. The results are monotonic, and at most 1.
     """
     ranked = sorted((x.p, name) for name, x in differences.items() if not math.isnan(x.p))
     result, largest = dict(differences), 0.0
@@ -95,3 +89,52 @@ def slope_interval(x: Sequence[float], y: Sequence[float]) -> tuple[float, float
     line = stats.linregress(x, y)
     half = stats.t.ppf((1 + LEVEL) / 2, len(x) - 2) * line.stderr
     return line.slope - half, line.slope + half
+
+
+@dataclasses.dataclass(frozen=True)
+class Parabola:
+    """A parabola c0 + c1 x + c2 x^2 through noisy losses. x is in powers of 2, from `center`."""
+
+    center: float
+    c: np.ndarray
+    covariance: np.ndarray  # of c; NaN without degrees of freedom
+    freedom: int
+
+    @classmethod
+    def of(cls, x: Sequence[float], loss: Sequence[float], seed: Sequence[int]) -> "Parabola":
+        """Fits by least squares. Each seed has an offset of its own, since it is the same text."""
+        x, center = np.asarray(x), float(np.mean(x))
+        seeds = np.unique(seed)
+        offsets = [np.equal(seed, s).astype(float) - np.equal(seed, seeds[0]) for s in seeds[1:]]
+        design = np.stack([np.ones(len(x)), x - center, (x - center) ** 2, *offsets], axis=1)
+        c, *_ = np.linalg.lstsq(design, np.asarray(loss), rcond=None)
+        freedom = len(x) - design.shape[1]
+        variance = float(np.sum((loss - design @ c) ** 2)) / freedom if freedom > 0 else math.nan
+        covariance = variance * np.linalg.pinv(design.T @ design)
+        return cls(center, c[:3], covariance[:3, :3], freedom)
+
+    def __call__(self, x):
+        """Returns the loss at x, averaged over seeds."""
+        return self.c[0] + self.c[1] * (x - self.center) + self.c[2] * (x - self.center) ** 2
+
+    @property
+    def minimum(self) -> float:
+        """The x of the least loss; NaN if the parabola has no minimum."""
+        return self.center - self.c[1] / (2 * self.c[2]) if self.c[2] > 0 else math.nan
+
+    def interval(self) -> tuple[float, float]:
+        """Returns Fieller's (1954) interval of the minimum: all x whose slope may be 0.
+
+        It is infinite unless the curvature is significantly positive; NaN if the noise is unknown.
+        """
+        if self.freedom < 1:
+            return math.nan, math.nan
+        t, (_, c1, c2), v = stats.t.ppf((1 + LEVEL) / 2, self.freedom), self.c, self.covariance
+        # (c1 + 2 c2 x)^2 <= t^2 Var(c1 + 2 c2 x), a quadratic in x
+        a = 4 * (c2**2 - t**2 * v[2, 2])
+        b = 4 * (c1 * c2 - t**2 * v[1, 2])
+        root = b**2 - 4 * a * (c1**2 - t**2 * v[1, 1])
+        if a <= 0 or c2 <= 0:
+            return -math.inf, math.inf
+        half = math.sqrt(max(root, 0.0)) / (2 * a)
+        return self.center - b / (2 * a) - half, self.center - b / (2 * a) + half

@@ -7,8 +7,7 @@ A sweep with `tune` has three studies, which run one after another:
     DIR          the comparison at the settings of the experiment file
 
 The search is replayed from the finished runs, so it resumes, and all machines that share DIR agree.
-The optimum is the minimum of a parabola in log2 of the number. Its interval is Fieller's (1954):
-that of the ratio -c1 / 2 c2 of two estimated coefficients.
+The optimum is the minimum of a parabola in log2 of the number, with Fieller's interval.
 """
 
 import dataclasses
@@ -21,28 +20,17 @@ import numpy as np
 
 from transformer.config import Experiment
 from transformer.errors import UserError
-from transformer.lab.guard import warmup
-from transformer.lab.parabola import Parabola
+from transformer.lab.guard import changed, warmup
 from transformer.lab.results import load_run
+from transformer.lab.statistics import Parabola
 from transformer.lab.study import Study, load_study
-from transformer.mapping import from_mapping, override, to_mapping
 from transformer.output import count
 from transformer.sweeps import Grid, Point, Sweep, Tuned
 
-METRIC = "eval/loss"
-"""The metric that is tuned: the validation loss after the last step."""
-
-NEAR = 2.0
-"""The parabola is fitted to the values within this many steps of the grid around the best one."""
-
-FAR = 0.3
-"""Nats above the least loss at which a value is too far away for a parabola."""
-
-PATIENCE = 2.0
-"""Seconds between two looks at the runs of other machines."""
-
-Losses = Mapping[float, Mapping[int, float]]
-"""Value -> seed -> loss, which is infinite if the run diverged."""
+METRIC = "eval/loss"  # the metric that is tuned: the validation loss after the last step
+# A parabola is fitted to values within NEAR steps of the grid and FAR nats around the best one.
+NEAR, FAR = 2.0, 0.3
+PATIENCE = 2.0  # seconds between two looks at the runs of other machines
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +40,7 @@ class Curve:
     arm: str
     number: Tuned
     setting: Mapping[str, float]  # the arm's optima of the numbers tuned before
-    losses: Losses
+    losses: Mapping[float, Mapping[int, float]]  # value -> seed -> loss; infinite if diverged
 
     @property
     def tried(self) -> list[float]:
@@ -94,10 +82,7 @@ class Curve:
 
     @property
     def optimum(self) -> float:
-        """The value at the minimum of the parabola, between the neighbors of the best value.
-
-        It is the best value itself if the optimum is not bracketed or the parabola has no minimum.
-        """
+        """The minimum of the parabola, up to the best value's neighbors; else the best value."""
         fit, at = self.parabola, self.tried.index(self.best)
         if fit is None or math.isnan(fit.minimum) or not self.bracketed:
             return self.best
@@ -142,19 +127,11 @@ def _is_valid(config: Experiment, number: Tuned, value: float) -> bool:
         return False
 
 
-def changed(config: Experiment, numbers: Mapping[str, float]) -> Experiment:
-    """Returns an experiment with other numbers. Raises UserError if one is invalid."""
-    tree = to_mapping(config)
-    for field, value in numbers.items():
-        override(tree, field, value, Experiment, "sweep: tune: ")
-    return from_mapping(Experiment, tree)
-
-
 def check(sweep: Sweep, configs: Mapping[str, Experiment]) -> None:
     """Raises UserError if a value that is tried first is invalid in an arm."""
     for config, number in itertools.product(configs.values(), sweep.tune):
         for value in number.grid:
-            changed(config, {number.field: value})
+            changed(config, {number.field: value}, "sweep: tune: ")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,10 +192,7 @@ def runs_per_arm(sweep: Sweep) -> int:
 
 
 def stages(study: Study) -> Iterator[Study]:
-    """Yields the studies of a sweep in order. Each must be finished before the next is requested.
-
-    The last one is the study itself.
-    """
+    """Yields the studies of a sweep, itself last. Each must finish before the next is requested."""
     while study.sweep.tune:
         curves, trials = search(study)
         if len(curves) == len(study.configs) * len(study.sweep.tune):
@@ -262,10 +236,7 @@ def publish(study: Study, is_first: bool) -> None:
 
 
 def wait_for(study: Study, report: Callable[[str], None]) -> None:
-    """Waits until all runs of a stage are finished, also those of other machines and hosts.
-
-    Raises UserError if one has failed.
-    """
+    """Waits for all runs of a stage, also on other machines. Raises UserError if one has failed."""
     told = False
     while unfinished := [run for run in study.runs if not run.status().is_finished]:
         for run in unfinished:
