@@ -35,9 +35,6 @@ NOT_IN_PROGRAMS = ("max_length", "pipeline_microbatches", "pipeline_rounds", "_i
 """Suffixes of model fields that do not appear in the programs. Decoding, evaluation or runs on
 other meshes use them."""
 
-NO_EFFECT_ON_RESULTS = (*OUTPUT_FIELDS, "train.checkpoint_every")
-"""Fields that do not affect results: the platform, and what a run writes and how often."""
-
 
 def twins(configs: Mapping[str, Experiment], alike: Mapping[str, object]) -> dict[str, str]:
     """Returns arm -> the first arm that it is a twin of. First arms are not among the keys.
@@ -60,20 +57,15 @@ def twins(configs: Mapping[str, Experiment], alike: Mapping[str, object]) -> dic
 def fields_outside_programs(config: Experiment) -> tuple[tuple[str, str], ...]:
     """Returns the fields that do not appear in the programs, in a canonical form."""
     fields = flatten_fields(to_mapping(config))
-    shown = (*IN_PROGRAMS, *NO_EFFECT_ON_RESULTS, "data.objective", "train.evaluators")
-    compared = {
-        field: value
-        for field, value in fields.items()
-        if not any(field == name or field.startswith(name + ".") for name in shown)
-    }
+    others = (*IN_PROGRAMS, *OUTPUT_FIELDS, "data.objective", "train.evaluators")
+    is_other = lambda field: any(field == x or field.startswith(x + ".") for x in others)
+    is_unseen = lambda field: field.startswith("model.") and field.endswith(NOT_IN_PROGRAMS)
+    compared = {k: x for k, x in fields.items() if not is_other(k) or is_unseen(k)}
     compared["data.objective"] = config.objective
     compared["data.target_length"] = config.data.decoder_length
     compared["train.evaluators"] = sorted(map(repr, map(EVALUATORS.build, config.train.evaluators)))
     if config.train.average_checkpoints:
         compared["train.checkpoint_every"] = config.train.checkpoint_every
-    for field, value in fields.items():
-        if field.startswith("model.") and field.endswith(NOT_IN_PROGRAMS):
-            compared[field] = value
     return tuple(sorted((field, repr(value)) for field, value in compared.items()))
 
 
@@ -100,10 +92,8 @@ def _without_wide_windows(config: Experiment) -> Experiment:
     times = [getattr(evaluator, "times", 1) for evaluator in evaluators]
     longest = max(model.max_length, config.data.length * max(times, default=1))
     narrow = lambda window: window if window < longest else 0
-    pattern = tuple(
-        {**entry, "window": narrow(entry["window"])} if "window" in entry else entry
-        for entry in model.layer_pattern
-    )
+    narrowed = lambda entry: {k: narrow(x) if k == "window" else x for k, x in entry.items()}
+    pattern = tuple(map(narrowed, model.layer_pattern))
     model = dataclasses.replace(model, window=narrow(model.window), layer_pattern=pattern)
     return dataclasses.replace(config, model=model)
 

@@ -54,9 +54,9 @@ def describe(study: Study) -> str:
     """Describes the study, and how each arm's model and program differ from the baseline's."""
     sweep, base = study.sweep, study.facts[study.sweep.baseline]
     tokens = {arm: study.facts[arm].tokens * study.configs[arm].train.steps for arm in sweep.arms}
-    equal = len(set(tokens.values())) == 1
-    last = [] if equal else ["training tokens"]
-    rows = [["arm", "changes", "parameters", "FLOPs per token", "attention", *last]]
+    differ = len(set(tokens.values())) > 1
+    head = ["arm", "changes", "parameters", "FLOPs per token", "attention"]
+    rows = [[*head, *["training tokens"] * differ]]
     for arm, changes in sweep.arms.items():
         properties = study.facts[arm]
         settings = " ".join(f"{field}={_short(value)}" for field, value in changes.items())
@@ -66,8 +66,8 @@ def describe(study: Study) -> str:
         if properties.flops != base.flops:
             flops += f" ({properties.flops / base.flops - 1:+.1%})"
         name = arm + (" (baseline)" if arm == sweep.baseline else "")
-        last = [] if equal else [human_tokens(tokens[arm])]
-        rows.append([name, settings, parameters, flops, properties.attention, *last])
+        row = [name, settings, parameters, flops, properties.attention]
+        rows.append([*row, *[human_tokens(tokens[arm])] * differ])
     lines = [f"question    {sweep.question}"] if sweep.question else []
     steps = sorted({config.train.steps for config in study.configs.values()})
     trained = f"{steps[0]:,} to {steps[-1]:,} steps" if steps[1:] else f"{steps[0]:,} steps each"
@@ -86,8 +86,7 @@ def describe(study: Study) -> str:
     declared = {name: sweep.declared[name] for name in SET_BY if name in sweep.declared}
     lines += [f"declared    {name}: {reason}" for name, reason in declared.items()]
     lines += [f"control     {arm}: {reason}" for arm, reason in sweep.controls.items()]
-    if sweep.match:
-        lines.append(f"matched     {sweep.match}")
+    lines += [f"matched     {sweep.match}"] * bool(sweep.match)
     lines += ["", *columns(rows)]
     return "\n".join(lines) + "\n"
 

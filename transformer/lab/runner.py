@@ -1,4 +1,4 @@
-"""Runs a study: skips finished runs, resumes interrupted ones, and records failures.
+"""Runs a study: skips finished runs, resumes interrupted ones, records failures, shows progress.
 
 A failure does not stop the other runs. Each run, or each group of runs that are trained together,
 has its own process. On a pod, every host runs the same command, and a run has a process on each
@@ -6,6 +6,8 @@ host. All hosts process the runs in the same order, and only the first host reco
 """
 
 import contextlib
+import math
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,17 +16,21 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
+
 from transformer.claims import start_renewing
 from transformer.errors import UserError, nearest
-from transformer.lab.overview import Table
-from transformer.lab.study import PlannedRun, Study, load_study
+from transformer.lab.study import PlannedRun, Status, Study, load_study
 from transformer.lab.together import program_key, train_together
+from transformer.output import columns, human_time, listed
 from transformer.parallel.processes import process_index_and_count
 from transformer.runs import loop
 from transformer.runs.recorder import Diverged
 
-MOST_PARAMETERS = 100_000_000
-"""Maximum total number of parameters of runs that are trained together."""
+MOST_PARAMETERS = 100_000_000  # in all, of runs that are trained together
+PATIENCE = 5.0  # seconds between checks of runs that other processes have claimed
+STOPPED = (143, -signal.SIGTERM)
+"""Exit codes of a process that received SIGTERM, after it has saved its state if necessary."""
 
 
 def groups(study: Study, runs: Sequence[PlannedRun], max_group: int) -> list[list[PlannedRun]]:
@@ -41,10 +47,8 @@ def groups(study: Study, runs: Sequence[PlannedRun], max_group: int) -> list[lis
 
 
 def share_of(study: Study, shard: tuple[int, int], max_group: int) -> list[list[PlannedRun]]:
-    """Returns the groups of machine shard[0] of shard[1], without finished runs.
-
-    The assignment ignores which runs are finished: machines may start at different times.
-    """
+    """Returns the groups of machine shard[0] of shard[1], without finished runs."""
+    # The assignment ignores which runs are finished: machines may start at different times.
     share = groups(study, study.runs, max_group)[shard[0] - 1 :: shard[1]]
     return [unfinished for group in share if (unfinished := _unfinished(group))]
 
@@ -95,13 +99,6 @@ def run_study(
     if first:
         table.show(last=True)
     return 143 if interrupted or stopped() else 1 if failed else 0
-
-
-PATIENCE = 5.0
-"""Seconds between checks of runs that other processes have claimed."""
-
-STOPPED = (143, -signal.SIGTERM)
-"""Exit codes of a process that received SIGTERM, after it has saved its state if necessary."""
 
 
 class _Child:
@@ -260,3 +257,89 @@ def _stopping() -> Iterator[Callable[[], bool]]:
     heeded = [n for n in numbers if signal.getsignal(n) is not signal.SIG_IGN]  # as under nohup
     with loop.recorded(heeded) as received:
         yield lambda: bool(received)
+
+
+def cell(status: Status, steps: int) -> str:
+    """Returns the status of a run as the text of a table cell."""
+    digits = ".3f" if abs(status.value) < 1e5 else ".1e"
+    loss = "" if math.isnan(status.value) else f" {status.value:{digits}}"
+    return {
+        "done": f"done{loss}",
+        "running": f"{status.step / steps:4.0%}{loss}" if status.step else "starting",
+        "stopped": f"stopped {status.step / steps:.0%}",
+        "trained": "to evaluate",
+        "diverged": f"diverged @{status.step:,}",
+    }.get(status.kind, status.kind)
+
+
+class Table:
+    """Shows all runs: a table in a terminal, else a line per change and a summary every minute."""
+
+    def __init__(self, study: Study, stream):
+        self._study, self._stream, self._live = study, stream, stream.isatty()
+        self._began, self._shown, self._last, self._kinds = time.monotonic(), 0, 0.0, {}
+        self._printed, self._first = self._began, None
+        self._started: dict[str, float] = {}  # when a run was first seen starting
+        self._steps = {run.name: run.config.train.steps for run in study.runs}
+        flops = {run.name: study.facts[run.arm].flops_per_step for run in study.runs}
+        self._work = [flops[name] * steps for name, steps in self._steps.items()]
+
+    def show(self, last: bool = False) -> None:
+        if not last and time.monotonic() - self._last < 2:
+            return
+        self._last = time.monotonic()
+        statuses = {run.name: run.status() for run in self._study.runs}
+        lines = [*self._table(statuses), self._summary(statuses)]
+        if self._live:
+            width = shutil.get_terminal_size().columns - 1
+            up = f"\x1b[{self._shown}A" if self._shown else ""
+            self._stream.write(up + "".join(f"\x1b[K{line[:width]}\n" for line in lines))
+            self._shown = len(lines)
+        else:
+            for name, status in statuses.items():
+                if self._kinds.get(name, "waiting") != status.kind:
+                    why = f"{status.kind}: {status.why}" if status.why else ""
+                    self._stream.write(f"{name}  {why or cell(status, self._steps[name])}\n")
+                self._kinds[name] = status.kind
+            if time.monotonic() - self._printed > 60 and not last:
+                self._printed = time.monotonic()
+                running = {name: s for name, s in statuses.items() if s.kind == "running"}
+                cells = [f"{name} {cell(s, self._steps[name])}" for name, s in running.items()]
+                self._stream.write(f"{lines[-1]}: {listed(cells, 4, last=', ')}\n")
+            if last:
+                self._stream.write("\n".join(lines) + "\n")
+        if last:
+            # Other finished runs lack the same metric, so it is reported once.
+            reported = False
+            for name, status in statuses.items():
+                if status.why and (status.kind == "failed" or not reported):
+                    self._stream.write(f"{name}  {status.kind}: {status.why}\n")
+                    reported |= status.kind == "done"
+        self._stream.flush()
+
+    def _table(self, statuses: dict[str, Status]) -> list[str]:
+        """Returns a table of arms and seeds. Runs that start, which compile, show how long for."""
+        cells = {}
+        for name, status in statuses.items():
+            cells[name] = cell(status, self._steps[name])
+            if status.kind == "running" and not status.step:
+                seconds = time.monotonic() - self._started.setdefault(name, time.monotonic())
+                cells[name] += f" {human_time(seconds)}"
+        seeds = self._study.sweep.seeds
+        rows = [[x, *(cells[f"{x}/seed-{seed}"] for seed in seeds)] for x in self._study.configs]
+        return columns([["arm", *(f"seed {seed}" for seed in seeds)], *rows])
+
+    def _summary(self, statuses: dict[str, Status]) -> str:
+        """Returns the number of finished runs, and the remaining time at the present speed."""
+        share = lambda x, steps: 1.0 if x.is_finished else min(x.step / steps, 1.0)
+        shares = [share(status, self._steps[name]) for name, status in statuses.items()]
+        done = float(np.average(shares, weights=self._work))
+        self._first = done if self._first is None else self._first
+        spent, progress = time.monotonic() - self._began, done - self._first
+        known = progress > 0.02 and done < 1
+        remaining = f", {human_time(spent / progress * (1 - done))} left" if known else ""
+        over = sum(status.is_finished for status in statuses.values())
+        return (
+            f"{over} of {len(statuses)} runs finished (values: {self._study.sweep.metric}, "
+            f"or train/loss of unfinished runs); {human_time(spent)} elapsed{remaining}"
+        )

@@ -24,17 +24,12 @@ from transformer.sweeps import Grid, Point, Sweep, Tuned
 
 @dataclasses.dataclass(frozen=True)
 class Status:
-    """The state of a run.
+    """The state of a run."""
 
-    `kind` is waiting, running, stopped, trained, done, diverged or failed. `value` is the training
-    loss, or the value of the primary metric if the run is done. `why` is the reason for a failure,
-    or the primary metric that a finished run lacks.
-    """
-
-    kind: str
+    kind: str  # waiting, running, stopped, trained, done, diverged or failed
     step: int = 0
-    value: float = float("nan")
-    why: str = ""
+    value: float = float("nan")  # the training loss; of a finished run, the primary metric
+    why: str = ""  # the reason for a failure, or the primary metric that a finished run lacks
 
     @property
     def is_finished(self) -> bool:
@@ -66,11 +61,10 @@ class PlannedRun:
         progress = {"step": losses[-1]["step"], "value": losses[-1]["train/loss"]} if losses else {}
         if diverged := [line for line in lines if line.get("train/diverged")]:
             return Status("diverged", diverged[-1]["step"])
-        has_test_metrics = any(key.startswith("test/") for line in lines for key in line)
-        if has_test_metrics and self._tested() == self.config.train.steps:
+        tested = sorted({key for line in lines for key in line if key.startswith("test/")})
+        if tested and self._tested() == self.config.train.steps:
             if values := [line[self.metric] for line in lines if self.metric in line]:
                 return Status("done", self.config.train.steps, values[-1])
-            tested = sorted({key for line in lines for key in line if key.startswith("test/")})
             names = ", ".join(tested[:9]) + ", ..." * (len(tested) > 9)
             missing = f"without {self.metric}; there is {names}"
             return Status("done", self.config.train.steps, why=missing)
@@ -102,8 +96,7 @@ class PlannedRun:
 
     @property
     def _failure(self) -> Path:
-        file = self.claim.file
-        return file.with_name(file.name + ".failed")
+        return self.claim.file.with_name(self.claim.file.name + ".failed")
 
     @property
     def log(self) -> Path:
@@ -118,10 +111,7 @@ class PlannedRun:
         return True
 
     def keep(self) -> None:
-        """Claims the run, unless this process or its parent already holds the claim.
-
-        Raises UserError if another process holds it.
-        """
+        """Claims the run, for this process or its parent. Raises UserError if another holds it."""
         if not self.claim.is_held_by(os.getpid(), os.getppid()) and not self.take():
             raise UserError(f"--runs: {self.claim.who()} works on {self.name}; wait until it ends")
 
@@ -181,15 +171,11 @@ class Study:
         self.folder.mkdir(parents=True, exist_ok=True)
         names = [field.name for field in dataclasses.fields(self.sweep) if field.name != "grid"]
         fields = {name: getattr(self.sweep, name) for name in names}
-        arms = {
-            arm: {
-                "changes": to_mapping(point.changes),
-                "called": dict(point.called),
-                "facts": dataclasses.asdict(self.facts[arm]),
-                "config": to_mapping(self.configs[arm]),
-            }
-            for arm, point in self.sweep.points.items()
-        }
+        arms = {}
+        for arm, point in self.sweep.points.items():
+            arms[arm] = {"changes": to_mapping(point.changes), "called": dict(point.called)}
+            arms[arm] |= {"facts": dataclasses.asdict(self.facts[arm])}
+            arms[arm] |= {"config": to_mapping(self.configs[arm])}
         source = {"file": self.file, "text": self.text, "overrides": dict(self.overrides)}
         tree = source | to_mapping(fields) | {"arms": arms}
         write_atomic(self.folder / "sweep.json", json.dumps(tree, indent=2) + "\n")

@@ -32,10 +32,9 @@ from transformer.training.optimizer import build_optimizer
 from transformer.training.step import training_step
 
 NUMBERS = (
-    "seed",
-    "model.dropout",
-    *(f"optimizer.{name}" for name in ("learning_rate", "weight_decay", "warmup_steps", "b2")),
-)
+    "seed", "model.dropout", "optimizer.learning_rate", "optimizer.weight_decay",
+    "optimizer.warmup_steps", "optimizer.b2",
+)  # fmt: skip
 """The fields in which runs of one program may differ."""
 
 
