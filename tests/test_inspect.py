@@ -10,8 +10,7 @@ from conftest import make, small, tokens
 from flax.core import meta
 
 from transformer.cli import main
-from transformer.lab.inspect_page import page
-from transformer.lab.inspection import observe_text
+from transformer.lab.inspection import observe_text, page
 from transformer.model import attention_statistics
 from transformer.model.attention_backends import Inputs
 from transformer.model.masks import CAUSAL, SAME_SEGMENT, Tokens

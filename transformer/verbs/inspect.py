@@ -34,7 +34,7 @@ def arguments(parser) -> None:
 
 
 def run(args, overrides) -> int:
-    from transformer.lab import inspect_page, inspection
+    from transformer.lab import inspection
     from transformer.parallel.mesh import use
     from transformer.runs.evaluate import load_trained
 
@@ -59,6 +59,6 @@ def run(args, overrides) -> int:
         view = inspection.observe_text(trained, mesh, text, args.target)
     about, start = [f"Step {trained.step:,} of {trained.workdir}."], textwrap.shorten(text, 60)
     title = f"Token losses, predictions and attention of {args.workdir} on: {start}"
-    write_atomic(output, inspect_page.page(view, title, about))
+    write_atomic(output, inspection.page(view, title, about))
     print(f"page: {output}", file=sys.stderr)
     return 0
