@@ -14,7 +14,7 @@ from test_compare import compare
 from transformer import Sweep, UserError, arms, chain, product, scan, vary
 from transformer.lab import figures, report, results, verdict
 from transformer.lab.formatting import spell
-from transformer.lab.speed import disturbances
+from transformer.lab.report_tables import disturbances
 from transformer.lab.statistics import mean
 from transformer.lab.study import Study
 from transformer.units import bounds

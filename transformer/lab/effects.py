@@ -1,12 +1,14 @@
-"""The effects of the fields of a grid, and how the effect of one depends on another.
+"""The effects of the fields of a grid and their interactions, and scans of numeric fields.
 
 A contrast adds and subtracts arms, averaged over all settings of the other fields, in each seed:
 
     effect of a field            y[b] - y[a]
     interaction of two fields    (y[b, d] - y[a, d]) - (y[b, c] - y[a, c])
 
-The second is the difference of differences. Both have a paired t interval over seeds, and the p
-values of all effects of a grid are corrected together (Holm 1979).
+Both have a paired t interval over seeds, and the p values of all effects of a grid are corrected
+together (Holm 1979). A scan, such as one of the learning rate, has a best value, stable ranges and
+a sensitivity (Wortsman et al. 2023, "Small-scale proxies for large-scale Transformer training
+instabilities"): the mean over all values of min(loss, log V), minus the loss at the best value.
 """
 
 import dataclasses
@@ -17,25 +19,23 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 
 from transformer.lab.formatting import number, p_value, signed, spell_range
-from transformer.lab.results import Results
-from transformer.lab.statistics import Difference, corrected, difference
-from transformer.units import unit
+from transformer.lab.results import Arm, Results, uniform_loss
+from transformer.lab.statistics import Difference, Mean, corrected, difference, mean
+from transformer.units import bounds, unit
 
-Values = dict[int, float]
-"""Seed -> value of the metric."""
+Values = dict[int, float]  # seed -> value of the metric
+Key = tuple[str, ...]  # the values of some fields
+LEAST = 3  # values in a scan, at least
+CLOSE = 0.05  # distance of close values from the best mean, at most, relative to it
 
 
 @dataclasses.dataclass(frozen=True)
 class Effect:
-    """The effect of a field, or the interaction of two.
+    """The effect of a field, or the interaction of two."""
 
-    `changes` maps each field to its two values: (norm_placement, pre, post). `at` has the effect of
-    the first field at both values of the second; it is empty for an effect of one field.
-    """
-
-    changes: tuple[tuple[str, str, str], ...]
+    changes: tuple[tuple[str, str, str], ...]  # fields with two values: (norm_placement, pre, post)
     versus: Difference
-    at: tuple[float, ...] = ()
+    at: tuple[float, ...] = ()  # of two fields: the effect of the first at both values of the other
 
     @property
     def name(self) -> str:
@@ -47,13 +47,13 @@ class Cells:
     """The arms of a grid by the values of its fields, in the order of the fields."""
 
     fields: tuple[str, ...]
-    values: Mapping[tuple[str, ...], Values]
+    values: Mapping[Key, Values]
 
     def levels(self, field: str) -> list[str]:
         """Returns the values of a field, the baseline's first."""
         return list(dict.fromkeys(key[self.fields.index(field)] for key in self.values))
 
-    def averages(self, *fields: str) -> dict[tuple[str, ...], Values]:
+    def averages(self, *fields: str) -> dict[Key, Values]:
         """Returns the mean over the other fields for each combination of values of these fields."""
         return self._averages(fields, list(itertools.product(*map(self.levels, fields))))[0]
 
@@ -72,15 +72,10 @@ class Cells:
             at = tuple(difference(y[b, c], y[a, c]).mean.mean for c in others)
         return effect, at, settings
 
-    def _averages(
-        self, fields: Sequence[str], combinations: Collection[tuple[str, ...]]
-    ) -> tuple[dict[tuple[str, ...], Values], int]:
-        """Returns the averages and over how many settings of the other fields they go.
-
-        Only settings with all combinations count, and seeds that all their arms have.
-        """
+    def _averages(self, fields, combinations: Collection[Key]) -> tuple[dict[Key, Values], int]:
+        """Returns averages over the settings that have all combinations, and their number."""
         index = [self.fields.index(field) for field in fields]
-        by_setting: dict[tuple[str, ...], dict[tuple[str, ...], Values]] = {}
+        by_setting: dict[Key, dict[Key, Values]] = {}
         for key, values in self.values.items():
             setting = tuple(x for n, x in enumerate(key) if n not in index)
             by_setting.setdefault(setting, {})[tuple(key[n] for n in index)] = values
@@ -102,12 +97,7 @@ def cells_of(results: Results, values: Mapping[str, Values]) -> Cells:
 
 
 def effects_of(cells: Cells, without: Collection[str]) -> tuple[Effect, ...]:
-    """Returns the effects and interactions of a grid with several fields, corrected together.
-
-    Fields in `without`, such as scanned numbers, get none.
-    """
-    if len(cells.fields) < 2:
-        return ()
+    """Returns the effects and interactions of the fields of a grid, except those in `without`."""
     levels = {field: cells.levels(field) for field in cells.fields if field not in without}
     steps = [[(field, a, b) for b in others] for field, (a, *others) in levels.items()]
     singles = [(step,) for changes in steps for step in changes]
@@ -188,3 +178,65 @@ def as_csv(effects: Sequence[Effect]) -> list[list]:
     row = lambda name, x, p: [name, x.mean, x.low, x.high, p, x.count]
     head = ["effect", "difference", "low", "high", "p_corrected", "seeds"]
     return [head, *(row(x.name, x.versus.mean, x.versus.p) for x in effects)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Scan:
+    """The metric at each value of a field, for one setting of the other fields."""
+
+    field: str
+    setting: str  # of the other fields; "" if no other field varies
+    arms: frozenset[str]
+    points: Mapping[float, Mean]  # value -> mean over finished seeds
+    best: float  # the value with the best mean
+    close: tuple[float, float]  # ends of the contiguous range around `best` within CLOSE of it
+    stable: tuple[float, float] | None  # of that without failed seeds; None if `best` has some
+    sensitivity: float  # NaN if unknown, or if the metric is not a loss
+
+
+def scans(results: Results) -> list[Scan]:
+    """Returns a scan for each numeric field and setting of the others with >= LEAST values."""
+    result, points, metric = [], results.sweep.points, results.sweep.metric
+    for field in results.sweep.fields:
+        groups: dict[str, dict[float, Arm]] = {}  # setting of the other fields -> value -> arm
+        for arm in results.arms.values():
+            value = arm.changes.get(field)
+            if isinstance(value, (int, float)) and not isinstance(value, bool):
+                others = {key: str(x) for key, x in arm.changes.items() if key != field}
+                groups.setdefault(str(sorted(others.items())), {})[float(value)] = arm
+        for arms in groups.values():
+            any_arm = points[next(iter(arms.values())).name]
+            setting = "-".join(any_arm.call(key) for key in any_arm.changes if key != field)
+            if len(arms) >= LEAST and any(arm.values(metric) for arm in arms.values()):
+                result.append(_scan(results, field, setting, dict(sorted(arms.items()))))
+    return result
+
+
+def _scan(results: Results, field: str, setting: str, arms: Mapping[float, Arm]) -> Scan:
+    metric, sign = results.sweep.metric, -1.0 if results.sweep.higher_is_better else 1.0
+    points = {x: mean(list(arm.values(metric).values()), bounds(metric)) for x, arm in arms.items()}
+    finished = {x: point for x, point in points.items() if point.count}
+    best = min(finished, key=lambda x: sign * finished[x].mean)
+    least = finished[best].mean
+    is_loss, worst, sensitivity = metric.endswith("/loss"), math.inf, math.nan
+    if is_loss:
+        worst = uniform_loss(next(run for arm in arms.values() for run in arm.runs.values()).config)
+    # The final loss of every seed, at most that of uniform predictions.
+    losses, completes, is_close = {}, {}, {}
+    for x, arm in arms.items():
+        losses[x] = [min(value, worst) for value in arm.values(metric).values()]
+        losses[x] += [worst] * len(arm.diverged)
+        reaches_worst = is_loss and bool(losses[x]) and max(losses[x]) >= worst
+        completes[x] = not arm.diverged and bool(losses[x]) and not reaches_worst
+        is_close[x] = x in finished and abs(finished[x].mean - least) <= CLOSE * abs(least)
+    stable = _around(best, completes) if completes[best] else None
+    if is_loss:
+        sensitivity = float(np.mean([np.mean(x) for x in losses.values() if x])) - least
+    names, close = frozenset(arm.name for arm in arms.values()), _around(best, is_close)
+    return Scan(field, setting, names, points, best, close, stable, sensitivity)
+
+
+def _around(best: float, holds: Mapping[float, bool]) -> tuple[float, float]:
+    """Returns the contiguous range around `best` in which `holds` is true. Values are sorted."""
+    below, above = [x for x in reversed(holds) if x <= best], [x for x in holds if x >= best]
+    return tuple([*itertools.takewhile(holds.get, side)][-1] for side in (below, above))

@@ -1,9 +1,8 @@
 """The figures of a report.
 
 A line whose gid is a text with {x} and {y} shows that text when the mouse is over its points.
-The colors are those of Okabe and Ito, which are safe for color-blind readers. Line styles and
-markers also distinguish arms in grayscale print. Figures fit a phone screen, and are identical as
-PNG, as PDF and in the page.
+Colors (Okabe and Ito) are safe for color-blind readers; line styles and markers distinguish arms in
+grayscale print. Figures fit a phone screen, and are identical as PNG, as PDF and in the page.
 """
 
 import itertools
@@ -29,13 +28,13 @@ from transformer.units import bounds, unit
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 LINES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-WIDTH = 4.6
-"""Width of a figure in inches."""
+WIDTH = 4.6  # of a figure, in inches
+MOST = 12  # lines in a figure, at most; more would be hard to distinguish
+SEEDS = "each seed (thin lines), and the mean with its 95 % interval"
 
 Style = Mapping[str, dict]
 
-Drawings = dict[str, tuple[str, Figure]]
-"""Name of a figure -> its caption and the figure."""
+Drawings = dict[str, tuple[str, Figure]]  # name of a figure -> its caption and the figure
 
 
 def styles(names: Sequence[str]) -> Style:
@@ -67,9 +66,6 @@ def answer(verdict: Verdict) -> Drawings:
     return pictures
 
 
-SEEDS = "each seed (thin lines), and the mean with its 95 % interval"
-
-
 def interactions(verdict: Verdict) -> Drawings:
     """Returns a figure for each pair of fields whose effects may depend on each other."""
     pairs = [tuple(field for field, *_ in x.changes) for x in verdict.effects]
@@ -88,12 +84,21 @@ def interactions(verdict: Verdict) -> Drawings:
 
 
 def scanned(verdict: Verdict) -> Drawings:
-    """Returns the figures of scanned fields."""
-    metric = verdict.results.sweep.metric
-    pictures, y_label = {}, caption_of(metric, verdict.results)
+    """Returns a figure for each scanned field, with a line for each setting of the others."""
+    metric, pictures = verdict.results.sweep.metric, {}
     for field in dict.fromkeys(scan.field for scan in verdict.scans):
+        scans = [scan for scan in verdict.scans if scan.field == field]
+        figure, axes = new_figure(3.5, xlabel=field, ylabel=caption_of(metric, verdict.results))
+        looks = styles([scan.setting for scan in scans]).values()
+        for scan, style in zip(scans, looks, strict=True):
+            points = {x: value for x, value in scan.points.items() if value.count}
+            _line(axes, points, scan.setting or metric, style)
+        if all(x > 0 for scan in scans for x in scan.points):
+            axes.set_xscale("log")
+        if any(scan.setting for scan in scans):
+            add_legend(figure, axes)
         caption = f"{metric} against {field}: mean over finished seeds with its 95 % interval."
-        pictures[f"scan_{field}"] = (caption, _scan(verdict, field, y_label))
+        pictures[f"scan_{field}"] = (caption, figure)
     return pictures
 
 
@@ -132,9 +137,19 @@ def curves(verdict: Verdict) -> Drawings:
 
 def profile(verdict: Verdict, profile: Profile) -> Drawings:
     """Returns the figure of a profile."""
-    results = verdict.results
+    style, y_label = styles(list(verdict.results.arms)), textwrap.fill(profile.y_label, 34)
+    figure, axes = new_figure(3.5, xlabel=profile.x_label, ylabel=y_label)
+    for name in [name for name in _lines(verdict) if name in profile.lines]:
+        _line(axes, profile.lines[name], name, style[name])
+    if "x" in profile.log:
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(profile.places, [f"{x:,}" for x in profile.places])
+    else:
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    if "y" in profile.log:
+        axes.set_yscale("log")
+    add_legend(figure, axes)
     caption = f"{profile.caption}: mean over seeds with its 95 % interval."
-    figure = _profile(profile, _lines(verdict), styles(list(results.arms)))
     return {profile.name: (caption + _subset(verdict, "profiles.csv"), figure)}
 
 
@@ -143,10 +158,6 @@ def _subset(verdict: Verdict, file: str) -> str:
     shown, arms = len(_lines(verdict)), len(verdict.rows)
     best = f"the baseline and the {shown - 1} best other arms, of {arms} in all"
     return f" Shown: {best}; {file} contains all arms." if shown < arms else ""
-
-
-MOST = 12
-"""Maximum number of lines in a figure. More would be hard to distinguish."""
 
 
 def _lines(verdict: Verdict) -> list[str]:
@@ -158,39 +169,8 @@ def _lines(verdict: Verdict) -> list[str]:
     return [name for name in rows if name in ranked[:MOST]]
 
 
-def _profile(profile: Profile, shown: Sequence[str], style: Style) -> Figure:
-    y_label = textwrap.fill(profile.y_label, 34)
-    figure, axes = new_figure(3.5, xlabel=profile.x_label, ylabel=y_label)
-    for name in [name for name in shown if name in profile.lines]:
-        line = profile.lines[name]
-        _line(axes, list(line), list(line.values()), name, style[name])
-    if "x" in profile.log:
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(profile.places, [f"{x:,}" for x in profile.places])
-    else:
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    if "y" in profile.log:
-        axes.set_yscale("log")
-    add_legend(figure, axes)
-    return figure
-
-
-def _scan(verdict: Verdict, field: str, y_label: str) -> Figure:
-    """Plots a metric against a scanned field, with one line per setting of the other fields."""
-    lines = [scan for scan in verdict.scans if scan.field == field]
-    figure, axes = new_figure(3.5, xlabel=field, ylabel=y_label)
-    for scan, style in zip(lines, styles([scan.setting for scan in lines]).values(), strict=True):
-        points = {x: value for x, value in scan.points.items() if value.count}
-        name = scan.setting or verdict.results.sweep.metric
-        _line(axes, list(points), list(points.values()), name, style)
-    if all(x > 0 for scan in lines for x in scan.points):
-        axes.set_xscale("log")
-    if any(scan.setting for scan in lines):
-        add_legend(figure, axes)
-    return figure
-
-
-def _line(axes: Axes, xs: Sequence[float], means: Sequence[Mean], name: str, style: dict) -> None:
+def _line(axes: Axes, points: Mapping[float, Mean], name: str, style: dict) -> None:
+    xs, means = list(points), points.values()
     look = {"linewidth": 1.5, "markersize": 4.5, "markevery": max(1, len(xs) // 8)} | style
     axes.plot(xs, [m.mean for m in means], label=name, gid=f"{name}, {{x:g}}: {{y:.4g}}", **look)
     if all(math.isfinite(m.half) for m in means):
@@ -278,10 +258,7 @@ class Curve(NamedTuple):
 
 
 def _curve(arm: Arm, metric: str, x_of: Callable) -> Curve | None:
-    """Returns the curve of an arm at each step that all its runs have logged.
-
-    The x of a step is the mean over the runs, linearly interpolated between log lines.
-    """
+    """Returns the curve of an arm. Each x is the mean over runs, interpolated between log lines."""
     ended = [run for run in arm.runs.values() if run.diverged is None and run.curve(metric)]
     logged = [(dict(run.curve(metric)), np.array(run.spent())) for run in ended]
     steps = sorted(set.intersection(*(set(ys) for ys, _ in logged))) if logged else []
@@ -292,10 +269,7 @@ def _curve(arm: Arm, metric: str, x_of: Callable) -> Curve | None:
 
 
 def _curves(lines: Sequence[Curve], style: Style, x_label: str, y_label: str) -> Figure:
-    """Plots each run as a thin line and the mean over runs as a bold one.
-
-    Of long curves, the axes leave out the highest tenth, which is the beginning.
-    """
+    """Plots runs as thin lines and means as bold ones, without the highest tenth of long curves."""
     figure, axes = new_figure(3.5, xlabel=x_label, ylabel=y_label)
     means = {line.name: np.mean(line.runs, axis=0) for line in lines}
     for line in lines:

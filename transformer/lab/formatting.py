@@ -25,13 +25,10 @@ def signed(x: float, half: float = math.nan) -> str:
 
 
 def spell(value: Mean) -> str:
-    """Formats `mean ± half-width of the 95 % interval`. The mean has about six digits at most.
-
-    A clipped interval is not symmetric, and is shown as `mean [low, high]`.
-    """
+    """Formats `mean ± half-width of the 95 % interval`, or `mean [low, high]` if it is clipped."""
     if value.count < 2:
         return f"{number(value.mean)} (one seed)" if value.count else "-"
-    shown = max(value.half, abs(value.mean) / 10**4) if value.half else 0.0
+    shown = max(value.half, abs(value.mean) / 10**4) if value.half else 0.0  # six digits or fewer
     if value.high - value.low < (2 - 1e-9) * value.half:
         ends = ", ".join(number(x, shown) for x in (value.low, value.high))
         return f"{number(value.mean, shown)} [{ends}]"

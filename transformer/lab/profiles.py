@@ -85,21 +85,18 @@ PROFILES = {
 
 
 def profiles(results: Results) -> list[Profile]:
-    """Returns the profiles that have values at two places or more.
-
-    A profile on a logarithmic scale also needs a positive value: updates are all zero if the
-    learning-rate schedule ends at zero.
-    """
+    """Returns the profiles with two places or more and, on a logarithmic scale, a value above 0."""
     result, declared = [], [item for cls in EVALUATORS.values() for item in cls.profiles.items()]
     for name, (caption, pattern, x_label, y_label, when, log) in [*PROFILES.items(), *declared]:
-        lines = {arm.name: _line(arm, re.compile(pattern), when) for arm in results.arms.values()}
-        lines = {name: line for name, line in lines.items() if line}
+        lines = {arm: _line(x, re.compile(pattern), when) for arm, x in results.arms.items()}
+        lines = {arm: line for arm, line in lines.items() if line}
         coverage = measured_text(results, pattern)
         caption += f" ({coverage})" if coverage else ""
         found = (measures(run.config.train.evaluators, pattern) for run in results.runs)
         evaluator = next((x.name for x in found if x), pattern.split("/")[1])
         profile = Profile(name, caption, x_label, y_label, log, lines, evaluator)
         values = [value for line in lines.values() for value in line.values()]
+        # Updates are all zero if the learning-rate schedule ends at zero.
         if len(profile.places) > 1 and any(x.mean > 0 or "y" not in log for x in values):
             result.append(profile)
     return result
@@ -114,11 +111,7 @@ def measured_text(results: Results, metric: str) -> str:
 
 
 def _line(arm: Arm, pattern: re.Pattern, when: str) -> dict[int, Mean]:
-    """Returns place -> mean over seeds.
-
-    A place is the number in a metric's name. Metrics with the same number, such as the heads of a
-    layer, are averaged.
-    """
+    """Returns place -> mean over seeds, and over metrics with the same place, such as heads."""
     runs = [run for run in arm.runs.values() if run.diverged is None or when == "first"]
     value_of = RunResult.first if when == "first" else RunResult.outcome
     places: dict[int, list[str]] = {}

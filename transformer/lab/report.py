@@ -1,22 +1,29 @@
-"""Writes a verdict as files: an HTML page, Markdown, CSV tables, and figures as PNG and PDF."""
+"""Writes a verdict as files: an HTML page, Markdown, CSV tables, and figures as PNG and PDF.
+
+The page also describes the study: its arms, its provenance and the commands to reproduce it.
+"""
 
 import csv
 import dataclasses
+import hashlib
 import html
 import io
 import itertools
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
 from transformer.files import write_atomic
 from transformer.lab import effects, figures, page, report_scaling, report_tables as tables, results
 from transformer.lab.page import Section
-from transformer.lab.report_about import about, provenance, reproduction_commands, study_of
+from transformer.lab.profiles import measured_text
 from transformer.lab.report_tuning import Tuning
-from transformer.lab.speed import disturbances
-from transformer.lab.study import load_study
+from transformer.lab.results import Results, RunResult
+from transformer.lab.study import Study, load_study
 from transformer.lab.tuning import search
 from transformer.lab.verdict import Verdict, derive_verdict
+from transformer.output import count, event
+from transformer.units import kind, of_tokens, unit
 
 
 def judge(
@@ -34,9 +41,8 @@ def judge(
 
     more, tuned = [], folders[0] / "tuned"
     if len(folders) == 1 and any(tuned.glob("*/seed-*/metrics.jsonl")):
-        study, verdict, untuned = load_study(folders[0]), verdict_of(tuned), None
-        if any(run.folder.exists() for run in study.runs):
-            untuned = verdict_of(None)
+        study, verdict = load_study(folders[0]), verdict_of(tuned)
+        untuned = verdict_of(None) if any(run.folder.exists() for run in study.runs) else None
         tuning = Tuning(study.sweep, search(study)[0], verdict, untuned)
         answer, *rest = verdict.sentences
         sentences = (f"With each arm tuned: {answer}", *tuning.sentences, *rest)
@@ -54,7 +60,13 @@ def sections(verdict: Verdict) -> list[Section]:
     results, shown, curves = verdict.results, figures.answer(verdict), figures.curves(verdict)
     seeds = {"by_arm": shown.pop("by_arm")} if len(shown) > 1 else {}
     timed = {"loss_by_time": curves.pop("loss_by_time")} if "loss_by_time" in curves else {}
-    disturbed, other, study = disturbances(results), tables.measured(verdict), study_of(results)
+    disturbed, other = tables.disturbances(results), tables.measured(verdict)
+    study, evaluated = study_of(results), []
+    for name in dict.fromkeys(x.evaluator for x in verdict.profiles):
+        profiles = [x for x in verdict.profiles if x.evaluator == name]
+        drawn = {k: figure for x in profiles for k, figure in figures.profile(verdict, x).items()}
+        numbers = {x.name: tables.of_profile(x) for x in profiles}
+        evaluated.append(Section(f"Evaluator {name}", (), drawn, numbers=numbers, folded=True))
     slow = Section("Speed, disturbed", disturbed, timed, [tables.speed(verdict)], folded=True)
     return [
         Section("", verdict.sentences[1:], shown, note=tables.LOGIC),
@@ -68,15 +80,7 @@ def sections(verdict: Verdict) -> list[Section]:
         Section("Cost", (), {}, [tables.cost(verdict, not disturbed)], tables.COST),
         slow if disturbed else Section(""),
         Section("Other metrics", (), {}, [other] if other else []),
-        *(
-            Section(
-                f"Evaluator {name}",
-                figures={k: v for x in group for k, v in figures.profile(verdict, x).items()},
-                numbers={x.name: tables.of_profile(x) for x in group},
-                folded=True,
-            )
-            for name, group in verdict.by_evaluator.items()
-        ),
+        *evaluated,
         Section("Arms", (), {}, [tables.of_arms(results)]),
         Section("Provenance", tables=[provenance(results)], code=reproduction_commands(results)),
         Section(study.file, code=study.text, folded=True) if study else Section(""),
@@ -84,10 +88,7 @@ def sections(verdict: Verdict) -> list[Section]:
 
 
 def write(verdict: Verdict, folder: Path, more: Sequence[Section] = ()) -> Path:
-    """Writes the files of the report, and returns the path of the page.
-
-    `more` are sections that follow the results.
-    """
+    """Writes the report, with the sections `more` after the results. Returns the page's path."""
     parts = [part for part in sections(verdict) if part]
     parts[2:2] = more
     (folder / "figures").mkdir(parents=True, exist_ok=True)
@@ -128,3 +129,111 @@ def as_html(verdict: Verdict, parts: Sequence[Section], links: str = "") -> str:
     top = [f"<h1>{html.escape(title)}</h1>", f"<p class=verdict>{answer}</p>"]
     rest = [part.html(n) for part, n in _numbered(parts)]
     return page.document(title, page.STYLE, [*top, *rest, links])
+
+
+def about(results: Results) -> list[str]:
+    """Returns sentences on the setup: varied fields, seeds, metric and declared differences."""
+    sweep, runs = results.sweep, results.runs
+    fields = [field for field in sweep.fields if field != "arm"]
+    lines = [f"Varied: {', '.join(fields)}." if fields else "Individual runs are compared."]
+    paired = "some arms lack seeds, so each comparison uses the seeds that both arms have"
+    if all(set(arm.runs) == set(sweep.seeds) for arm in results.arms.values()):
+        paired = "all arms have the same seeds"
+        if len({str(_reads(run)) for run in runs}) == 1:
+            paired += ", and therefore the same text in the same order"
+    seeds = f", seeds {', '.join(map(str, sweep.seeds))}; {paired}."
+    if len(sweep.seeds) < 2:
+        seeds = " of one seed: the variation between seeds is unknown, so there are no intervals."
+    lines.append(f"{count(len(results.arms), 'arm')}, {count(len(runs), 'run')}{seeds}")
+    part, better = measured_text(results, sweep.metric), sweep.higher_is_better
+    metric = [sweep.metric, unit(sweep.metric, results.predicts_tokens), part and f"on {part}"]
+    metric_is = f"{', '.join(filter(None, metric))}; {'higher' if better else 'lower'}"
+    lines.append(f"Primary metric: {metric_is} is better.")
+    lines += _texts(results)
+    lines += [f"Declared difference in {name}: {why}." for name, why in sweep.declared.items()]
+    lines += [f"Control arm {arm}: {reason}." for arm, reason in sweep.controls.items()]
+    if sweep.match:
+        matched = "FLOPs per token" if sweep.match == "flops" else sweep.match
+        lines.append(f"Arms match the baseline in {matched}.")
+    return lines
+
+
+def _texts(results: Results) -> list[str]:
+    """Returns sentences on arms that are tested on different texts, tokens or parts of a text."""
+    sweep, lines = results.sweep, []
+    if len({str(run.data("test", "sha256")) for run in results.runs}) > 1:
+        lines.append("Arms are tested on different texts, as the sweep varies or declares.")
+    objectives = {str(run.data("objective")) for run in results.runs}
+    if len(objectives) > 1 and of_tokens(sweep.metric, results.predicts_tokens):
+        lines.append(
+            f"Arms have different objectives ({', '.join(sorted(objectives))}), "
+            f"so {sweep.metric} is not measured on the same tokens in all arms."
+        )
+    excluded = {}
+    for arm in results.arms.values():
+        left_out = [x for run in arm.runs.values() if (x := run.tested.get("left_out"))]
+        counts = [event(number, text) for text, number in left_out[0].items()] if left_out else []
+        excluded[arm.name] = ", ".join(counts) or "nothing"
+    if len(set(excluded.values())) > 1:
+        by_arm = "; ".join(f"{name} ({counts})" for name, counts in excluded.items())
+        lines.append(f"Excluded from the test text, by arm: {by_arm}.")
+    return lines
+
+
+def _reads(run: RunResult) -> tuple:
+    """Returns everything that determines the order of a run's text, except its seed."""
+    config, texts = run.config, (run.data("train", "sha256"), run.data("tokenizer_sha256"))
+    fields = (config.data, config.model.family, config.model.prefix_lm)
+    return (*texts, run.data("objective"), *fields)
+
+
+def provenance(results: Results) -> list[tuple[str, str]]:
+    """Returns a table of file, code, versions, devices, test text and tokenizer."""
+    runs, study = results.runs, study_of(results)
+    recorded = lambda key: sorted({str(run.manifest.get(key, "")) for run in runs} - {""})
+    joined = lambda texts: ", ".join(sorted(texts))
+    pairs = []
+    if study and study.text:
+        digest = hashlib.sha256(study.text.encode()).hexdigest()[:16]
+        pairs = [("experiment", f"{study.file}, sha256 {digest}")]
+    code = ", ".join(f"transformer {version}" for version in recorded("transformer"))
+    commits = ", ".join(x[:12] + "+" * x.endswith("+") for x in recorded("commit"))
+    versions = [run.manifest.get("versions", {}).items() for run in runs]
+    packages = joined({f"{name} {version}" for items in versions for name, version in items})
+    devices = [run.manifest.get("devices") or [] for run in runs]
+    examples, digest = (runs[0].data("test", key) or "?" for key in ("examples", "sha256"))
+    tokenizers = {str(run.data("tokenizer_sha256") or "?")[:16] for run in runs}
+    return [
+        ("", ""),
+        *pairs,
+        ("code", f"{code}; commit {commits}"),
+        ("versions", f"Python {', '.join(recorded('python'))}; {packages}"),
+        ("devices", joined({f"{len(names)} x {[*names, '?'][0]}" for names in devices})),
+        ("tested on", f"{examples} examples, sha256 {str(digest)[:16]}"),
+        ("tokenizer", joined(tokenizers)),
+    ]
+
+
+def reproduction_commands(results: Results) -> str:
+    """Returns the commands that reproduce the report."""
+    compare = ["python", "-m", "transformer", "compare", *map(str, results.folders)]
+    sweep = (study := study_of(results)) and study.sweep
+    if not sweep or sweep.metric != results.sweep.metric:
+        compare.append(f"--metric={results.sweep.metric}")
+    if not sweep or sweep.baseline != results.sweep.baseline:
+        compare.append(f"--baseline={results.sweep.baseline}")
+    metric_kind, higher = kind(results.sweep.metric), results.sweep.higher_is_better
+    if metric_kind is None or metric_kind.higher != higher:
+        compare.append("--higher-is-better" if higher else "--lower-is-better")
+    if not study:
+        return shlex.join(compare)
+    options = [f"--config={study.file}"] * bool(study.file)
+    options += [f"--config.{key}={value}" for key, value in study.overrides.items()]
+    command = ["python", "-m", "transformer", "sweep", *options, f"--workdir={results.folders[0]}"]
+    return f"{shlex.join(command)}\n{shlex.join(compare)}"
+
+
+def study_of(results: Results) -> Study | None:
+    """Returns the study of a sweep; None for runs that are not of one."""
+    is_sweep = len(results.folders) == 1 and (results.folders[0] / "sweep.json").exists()
+    return load_study(results.folders[0]) if is_sweep else None

@@ -1,14 +1,17 @@
-"""The tables of a report."""
+"""The tables of a report, and whether speeds in them compare arms."""
 
+import json
 import math
 import operator
 import re
+from collections.abc import Mapping
+
+import numpy as np
 
 from transformer.lab import effects
 from transformer.lab.formatting import p_value, signed, spell
 from transformer.lab.profiles import Profile, measured_text
-from transformer.lab.results import Results
-from transformer.lab.scans import CLOSE
+from transformer.lab.results import Arm, Results
 from transformer.lab.statistics import mean
 from transformer.lab.verdict import Verdict, validated
 from transformer.output import human_count, human_tokens
@@ -25,11 +28,12 @@ def outcome(verdict: Verdict) -> list[list[str]]:
             low, high = (signed(x, versus.mean.half) for x in (versus.mean.low, versus.mean.high))
             p = p_value(versus.p).removeprefix("p ").removeprefix("= ")
             difference = [signed(versus.mean.mean, versus.mean.half), f"{low} to {high}", p]
-        reaches = "-" if versus is None or not row.reaches.seeds else "never"
-        if versus is not None and row.reaches.count:
-            reaches = f"{row.reaches.share:.0%} of baseline steps"
-            if row.reaches.count < row.reaches.seeds:
-                reaches += f", {row.reaches.count} of {row.reaches.seeds} seeds"
+        reached = [share for share in row.reaches if not math.isnan(share)]
+        reaches = "-" if versus is None or not row.reaches else "never"
+        if versus is not None and reached:
+            reaches = f"{np.mean(reached):.0%} of baseline steps"
+            if len(reached) < len(row.reaches):
+                reaches += f", {len(reached)} of {len(row.reaches)} seeds"
         seeds = str(row.value.count)
         if versus is not None and versus.mean.count < row.value.count:
             seeds += f" ({versus.mean.count} paired)"
@@ -43,27 +47,59 @@ def outcome(verdict: Verdict) -> list[list[str]]:
 
 def cost(verdict: Verdict, with_speed: bool) -> list[list[str]]:
     """Returns the table of costs by arm."""
-    speeds, rows = speed(verdict), []
+    head = ["arm", "parameters", "FLOPs per token", *["tokens/s"] * with_speed]
+    rows = [[*head, "peak memory", "attention"]]
     or_dash = lambda x, text: "-" if not x or math.isnan(x) else text(x)
-    for (name, row), (_, tokens) in zip(verdict.rows.items(), speeds[1:], strict=True):
-        arm = row.arm
+    for name, arm in verdict.results.arms.items():
         used = [run.manifest.get("attention_backends", {}) for run in arm.runs.values()]
         attention = " + ".join(sorted(set().union(*used))) or "-"
         sizes = [or_dash(arm.parameters, "{:,}".format), or_dash(arm.flops, human_count)]
-        memory = or_dash(row.memory, format_bytes)
-        rows.append([name, *sizes, *([tokens] * with_speed), memory, attention])
-    head = ["arm", "parameters", "FLOPs per token", *([speeds[0][1]] * with_speed)]
-    return [[*head, "peak memory", "attention"], *rows]
+        peaks = [x for run in arm.runs.values() for x in run.values("memory/peak_bytes")]
+        memory = or_dash(max(peaks, default=math.nan), format_bytes)
+        rows.append([name, *sizes, *[_speed(arm)] * with_speed, memory, attention])
+    return rows
 
 
 def speed(verdict: Verdict) -> list[list[str]]:
     """Returns the table of speeds by arm."""
-    rows = [["arm", "tokens/s"]]
-    for name, arm in verdict.results.arms.items():
-        together = sorted({run.together for run in arm.runs.values()} - {1})
-        note = f" ({' or '.join(map(str, together))} together)" if together else ""
-        rows.append([name, "-" if math.isnan(arm.speed) else human_tokens(arm.speed) + note])
-    return rows
+    speeds = ([name, _speed(arm)] for name, arm in verdict.results.arms.items())
+    return [["arm", "tokens/s"], *speeds]
+
+
+def _speed(arm: Arm) -> str:
+    together = sorted({run.together for run in arm.runs.values()} - {1})
+    note = f" ({' or '.join(map(str, together))} together)" if together else ""
+    return "-" if math.isnan(arm.speed) else human_tokens(arm.speed) + note
+
+
+# What manifests record about the conditions of a measurement.
+CONDITIONS = ("host", "devices", "mesh", "processes", "versions", "commit", "trained_together")
+FREE = 0.05, 0.5  # the share of a host's cores, and cores, that other processes may use
+
+
+def disturbances(results: Results) -> list[str]:
+    """Returns why the speeds of runs cannot be compared, in sentences; empty if they can."""
+    timed = [run for run in results.runs if not math.isnan(run.speed)]
+    lines, starts = [], []
+    for run in timed:
+        entries = [x for x in run.manifest.get("earlier_starts", ()) if isinstance(x, Mapping)]
+        starts += [x | {"trained_together": run.together} for x in (*entries, run.manifest)]
+    for name in CONDITIONS:
+        values = {json.dumps(start.get(name), sort_keys=True) for start in starts}
+        if len(values) > 1:
+            shown = "; ".join(sorted(values)) if max(map(len, values)) < 40 else len(values)
+            lines.append(f"Runs differ in {name.replace('_', ' ')}: {shown}.")
+        elif name == "host" and values == {"null"}:
+            lines.append("The runs do not record their host.")
+    others = [run.last("time/other_cores") for run in timed]
+    if any(map(math.isnan, others)):
+        lines.append("It is not recorded whether other processes ran.")
+    limits = [min(FREE[0] * run.manifest.get("cores", 1), FREE[1]) for run in timed]
+    if any(x > limit for x, limit in zip(others, limits, strict=True)):
+        cores = "/".join(sorted({str(run.manifest.get("cores", "?")) for run in timed}))
+        used = f"up to {max(x for x in others if x > 0):.1f} of the host's {cores} cores"
+        lines.append(f"Other processes used {used} during training.")
+    return lines
 
 
 def measured(verdict: Verdict) -> list[list[str]]:
@@ -79,8 +115,8 @@ def measured(verdict: Verdict) -> list[list[str]]:
     return [["arm", *head], *rows] if names else []
 
 
+# Matched fact -> the field that is adjusted to match it (lab/guard.py).
 SIZED = {"parameters": "model.d_ff", "flops": "model.d_ff", "time": "train.steps"}
-"""Matched fact -> the field that is adjusted to match it (lab/guard.py)."""
 
 
 def of_arms(results: Results) -> list[list[str]]:
@@ -100,7 +136,7 @@ def of_arms(results: Results) -> list[list[str]]:
 def scanned(verdict: Verdict) -> list[list[list[str]]]:
     """Returns the table of scans, or nothing if there are none."""
     best = f"{verdict.results.sweep.metric} at the best value"
-    ranges = [f"range within {CLOSE:.0%} of the best", "range without failed seeds"]
+    ranges = [f"range within {effects.CLOSE:.0%} of the best", "range without failed seeds"]
     rows = [["field", "arms", "scanned range", "best value", best, *ranges, "sensitivity"]]
     spell_range = lambda ends: f"{ends[0]:g} to {ends[1]:g}" if ends else "-"
     for scan in verdict.scans:
@@ -112,8 +148,7 @@ def scanned(verdict: Verdict) -> list[list[list[str]]]:
     return [rows] if verdict.scans else []
 
 
-PLACES = 9
-"""Maximum number of columns in the table of a profile. profiles.csv contains all places."""
+PLACES = 9  # columns in the table of a profile, at most; profiles.csv contains all places
 
 
 def of_profile(profile: Profile) -> list[list[str]]:
@@ -132,19 +167,16 @@ SCANNED = (
     "the loss of uniform predictions; its loss then counts as log V. Each range is contiguous and "
     "contains the best value."
 )
-
 LOGIC = (
     "The verdict compares each arm with the baseline, paired by seed, and with no other arm. A "
     "difference is detectable if its 95 % t interval excludes zero and the p value of a paired "
     "t-test, Holm-corrected for the number of arms, is below 0.05. Effects of fields and their "
     "interactions are tested likewise, and corrected together."
 )
-
 NOTE = (
     "Means are over seeds, with 95 % t intervals, which end at the bounds of the metric. Intervals "
     "are not corrected, so one may exclude zero although the corrected p is 0.05 or more."
 )
-
 COST = (
     "Memory is the peak of a process, on the devices below; runs that were trained as one program "
     "share it. Speed (tokens/s) compares arms only if all were measured under equal conditions."

@@ -25,10 +25,9 @@ from transformer.units import of_tokens
 
 @dataclasses.dataclass(frozen=True)
 class RunResult:
-    """The seed, config, logged metrics and manifest of a run."""
+    """The config, logged metrics and manifest of a run."""
 
     folder: Path
-    seed: int
     config: Experiment
     lines: tuple[dict, ...]  # metrics.jsonl
     manifest: Mapping
@@ -46,9 +45,12 @@ class RunResult:
             return self.step
         return next((line["step"] for line in self.lines if line.get("train/diverged")), None)
 
-    def last(self, name: str) -> float:
-        """Returns the last value of a metric, or NaN if there is none."""
-        return next((float(line[name]) for line in reversed(self.lines) if name in line), math.nan)
+    def data(self, *keys: str):
+        """Returns what the manifest records of the data under these keys, or None."""
+        entry = self.manifest.get("data")
+        for key in keys:
+            entry = entry.get(key) if isinstance(entry, Mapping) else None
+        return entry
 
     @property
     def step(self) -> int:
@@ -72,9 +74,17 @@ class RunResult:
         points = [(line["step"], line[name]) for line in self.lines if name in line]
         return [(step, value) for step, value in points if math.isfinite(value)]
 
+    def values(self, name: str) -> list[float]:
+        """Returns all values of a metric."""
+        return [float(line[name]) for line in self.lines if name in line]
+
     def first(self, name: str) -> float:
         """Returns the first value of a metric, or NaN if there is none."""
-        return next((float(line[name]) for line in self.lines if name in line), math.nan)
+        return next(iter(self.values(name)), math.nan)
+
+    def last(self, name: str) -> float:
+        """Returns the last value of a metric, or NaN if there is none."""
+        return next(reversed(self.values(name)), math.nan)
 
     @property
     def names(self) -> set[str]:
@@ -89,8 +99,7 @@ class RunResult:
     @property
     def speed(self) -> float:
         """Median of the logged tokens per second, which excludes compilation and evaluation."""
-        name = "time/tokens_per_second"
-        return statistics.median([x[name] for x in self.lines if name in x] or [math.nan])
+        return statistics.median(self.values("time/tokens_per_second") or [math.nan])
 
     def spent(self) -> list[tuple[int, float, float]]:
         """Returns cumulative (step, tokens, seconds). Runs trained together share the time."""
@@ -233,7 +242,7 @@ def _of_runs(folders: Sequence[Path]) -> tuple[Sweep, dict[str, Arm], list[str]]
         name = name if name not in arms else f"{name}-{len(arms)}"
         fields = flatten_fields(to_mapping(runs[0].config)).items()
         changes = {k: v for k, v in fields if base.get(k) != v and k != "seed"}
-        by_seed = {run.seed: run for run in runs}
+        by_seed = {run.config.seed: run for run in runs}
         if len(by_seed) < len(runs):
             left_out.append(f"{name}: several runs have the same seed; only the last is used")
         arms[name] = Arm(name, changes, by_seed, parameters=runs[0].manifest.get("parameters", 0))
@@ -271,7 +280,7 @@ def load_run(folder: Path, left_out: list[str], name: str) -> RunResult | None:
     if not lines:
         left_out.append(f"{name}: has logged nothing yet")
         return None
-    return RunResult(folder, config.seed, config, tuple(lines), manifest, tested)
+    return RunResult(folder, config, tuple(lines), manifest, tested)
 
 
 def _comparable(arms: dict[str, Arm], sweep: Sweep) -> tuple[dict[str, Arm], list[str]]:
@@ -289,10 +298,10 @@ def _comparable(arms: dict[str, Arm], sweep: Sweep) -> tuple[dict[str, Arm], lis
 
 
 def _why_not(run: RunResult, first: RunResult, sweep: Sweep) -> str | None:
-    data, allowed = lambda run, *keys: _get(run.manifest, "data", *keys), allowed_facts(sweep)
-    part = "valid" if sweep.metric.startswith("eval/") else "test"
-    same = lambda *keys: data(run, *keys) == data(first, *keys)
-    if not same(part, "sha256") and not ("data" in sweep.declared or set(sweep.fields) & TEXT):
+    part, allowed = "valid" if sweep.metric.startswith("eval/") else "test", allowed_facts(sweep)
+    same = lambda *keys: run.data(*keys) == first.data(*keys)
+    varied = set(sweep.fields) & {f"data.{name}" for name in TEXT_FIELDS}
+    if not (same(part, "sha256") or varied or "data" in sweep.declared):
         measured = "validated" if part == "valid" else "tested"
         return f"was {measured} on a different text from {first.folder}"
     in_tokens = of_tokens(sweep.metric, first.config.objective.predicts_tokens)
@@ -300,8 +309,8 @@ def _why_not(run: RunResult, first: RunResult, sweep: Sweep) -> str | None:
         why = f"and {sweep.metric} depends on it (test/bits_per_byte does not)"
         return f"has a different tokenizer from {first.folder}, {why}"
     if "data" not in allowed and not same("objective"):
-        value, reference = (data(x, "objective") for x in (run, first))
-        return f"has a different objective ({value}) from {first.folder} ({reference})"
+        here, there = run.data("objective"), first.data("objective")
+        return f"has a different objective ({here}) from {first.folder} ({there})"
     value, reference = (measures(x.config.train.evaluators, sweep.metric) for x in (run, first))
     if value != reference:
         return f"was measured by {value}, {first.folder} by {reference}"
@@ -319,18 +328,8 @@ def _why_not(run: RunResult, first: RunResult, sweep: Sweep) -> str | None:
     return None
 
 
-TEXT = frozenset(f"data.{name}" for name in TEXT_FIELDS)
-"""The fields that determine the validation and test text."""
-
-
 def _spell(x, reference) -> str:
     """Returns a value as text. Of a table, only the entries that differ from the reference."""
     if not isinstance(x, Mapping):
         return str(x)
     return ", ".join(f"{k} {v}" for k, v in x.items() if reference.get(k) != v) or "unset"
-
-
-def _get(tree, *keys):
-    for key in keys:
-        tree = tree.get(key) if isinstance(tree, Mapping) else None
-    return tree

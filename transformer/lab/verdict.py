@@ -1,9 +1,6 @@
 """Derives a verdict from results: statistics by arm, and sentences that the intervals support.
 
-Its logic: each arm is compared with the baseline, seed by seed, and with no other arm. It differs
-detectably if the 95 % interval of its difference excludes zero and the p value of a paired t-test,
-corrected for the number of arms, is below 0.05. The effects of a grid's fields are tested likewise
-(lab/effects.py).
+`LOGIC` (lab/report_tables.py) says which arms are compared and when a difference is detectable.
 """
 
 import dataclasses
@@ -11,14 +8,11 @@ import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
 
-import numpy as np
-
 from transformer.lab import effects
-from transformer.lab.effects import Cells, Effect
+from transformer.lab.effects import CLOSE, Cells, Effect, Scan
 from transformer.lab.formatting import number, p_value, signed, spell, spell_range
 from transformer.lab.profiles import Profile, profiles
 from transformer.lab.results import Arm, Results
-from transformer.lab.scans import CLOSE, Scan, scans
 from transformer.lab.statistics import Difference, Mean, corrected, difference, mean
 from transformer.units import bounds, unit
 
@@ -32,17 +26,9 @@ class Row:
     to_baseline: Difference | None  # arm - baseline; None for the baseline
     differences: Mapping[int, float]  # the same for each seed
     outcome: str  # baseline, better, worse, undetected or untested
-    reaches: "Reaches"
-    memory: float  # peak bytes of the process or the device
-
-
-@dataclasses.dataclass(frozen=True)
-class Reaches:
-    """When an arm reaches the final validation value of the baseline."""
-
-    share: float  # of the baseline's steps, on average
-    count: int  # of the common seeds that reach it
-    seeds: int  # common ones
+    # For each seed that both finished: the share of the baseline's steps at which the arm reaches
+    # the baseline's final validation value; NaN if it does not.
+    reaches: list[float]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,12 +42,6 @@ class Verdict:
     scans: tuple[Scan, ...]
     profiles: tuple[Profile, ...]
     sentences: tuple[str, ...]
-
-    @property
-    def by_evaluator(self) -> dict[str, list[Profile]]:
-        """The profiles of each evaluator."""
-        names = dict.fromkeys(x.evaluator for x in self.profiles)
-        return {name: [x for x in self.profiles if x.evaluator == name] for name in names}
 
 
 def derive_verdict(results: Results) -> Verdict:
@@ -77,9 +57,8 @@ def derive_verdict(results: Results) -> Verdict:
         each = {seed: values[name][seed] - values[base.name][seed] for seed in sorted(common)}
         value = mean(list(values[name].values()), bounds(sweep.metric))
         reaches = _reaches(arm, base, progress, 1.0 if progress == "eval/loss" else sign)
-        outcome = _outcome(versus, sign)
-        rows[name] = Row(arm, value, versus, each, outcome, reaches, _peak_memory(arm))
-    scanned, cells = tuple(scans(results)), effects.cells_of(results, values)
+        rows[name] = Row(arm, value, versus, each, _outcome(versus, sign), reaches)
+    scanned, cells = tuple(effects.scans(results)), effects.cells_of(results, values)
     found = effects.effects_of(cells, {scan.field for scan in scanned})
     # With many arms, the sentences on the scans replace those on each scanned arm.
     many = frozenset().union(*(scan.arms for scan in scanned)) if len(rows) > NAMED else frozenset()
@@ -100,12 +79,6 @@ def _outcome(versus: Difference | None, sign: float) -> str:
     return "better" if sign * versus.mean.mean < 0 else "worse"
 
 
-def _peak_memory(arm: Arm) -> float:
-    lines = (line for run in arm.runs.values() for line in run.lines)
-    peaks = (line["memory/peak_bytes"] for line in lines if "memory/peak_bytes" in line)
-    return max(map(float, peaks), default=math.nan)
-
-
 def validated(results: Results) -> str:
     """Returns the metric of validation curves: the primary one if it is logged, else the loss."""
     name = "eval/" + results.sweep.metric.partition("/")[2]
@@ -113,15 +86,14 @@ def validated(results: Results) -> str:
     return name if any(run.curve(name) for run in base.runs.values()) else "eval/loss"
 
 
-def _reaches(arm: Arm, base: Arm, name: str, sign: float) -> Reaches:
+def _reaches(arm: Arm, base: Arm, name: str, sign: float) -> list[float]:
     """Compares validation curves, linearly interpolated, over the seeds that both arms finished."""
     shares = []
     for seed in arm.runs.keys() & base.runs.keys():
-        if not all(math.isfinite(each.runs[seed].outcome(name)) for each in (arm, base)):
+        runs = arm.runs[seed], base.runs[seed]
+        if not all(math.isfinite(run.outcome(name)) for run in runs):
             continue
-        curve, last = (
-            [(step, sign * x) for step, x in each.runs[seed].curve(name)] for each in (arm, base)
-        )
+        curve, last = ([(step, sign * x) for step, x in run.curve(name)] for run in runs)
         (steps, target), share = last[-1], math.nan
         for (before, high), (after, low) in itertools.pairwise([(0, math.inf), *curve]):
             if low <= target:
@@ -130,8 +102,7 @@ def _reaches(arm: Arm, base: Arm, name: str, sign: float) -> Reaches:
                 share = (before + fraction * (after - before)) / steps
                 break
         shares.append(share)
-    reached = [share for share in shares if not math.isnan(share)]
-    return Reaches(float(np.mean(reached)) if reached else math.nan, len(reached), len(shares))
+    return shares
 
 
 def _verdict(results: Results, rows: Mapping[str, Row], scanned: Sequence[Scan]) -> str:
@@ -203,10 +174,7 @@ def _clauses(results: Results, compared: Mapping[str, Row]) -> list[str]:
 
 
 def _of_arms(results: Results, rows: Mapping[str, Row], without: Collection[str]) -> list[str]:
-    """Returns sentences on divergence, and on comparisons without a clear result.
-
-    Arms in `without` only get sentences on divergence.
-    """
+    """Returns sentences on divergence and, of arms not in `without`, on unclear comparisons."""
     lines, base = [], results.sweep.baseline
     reasons: dict[str, list[str]] = {}  # reason -> arms
     for name, row in rows.items():
@@ -236,7 +204,7 @@ def _of_arms(results: Results, rows: Mapping[str, Row], without: Collection[str]
 
 
 def _of_scan(scan: Scan, results: Results) -> str:
-    values = f"{len(scan.points)} values of {scan.field.rpartition('.')[2]}"
+    values = f"{len(scan.points)} values of {effects.short(scan.field)}"
     line = f"With {scan.setting}, of {values}" if scan.setting else f"Of {values}"
     line += f", {scan.best:g} has the best mean ({spell(scan.points[scan.best])})"
     if scan.best in (min(scan.points), max(scan.points)):
@@ -253,8 +221,7 @@ def _from_to(ends: tuple[float, float]) -> str:
     return f"{ends[0]:g} to {ends[1]:g}" if ends[0] < ends[1] else f"{ends[0]:g} alone"
 
 
-NAMED = 8
-"""Maximum number of arms that a sentence names. The table has all of them."""
+NAMED = 8  # arms that a sentence names, at most; the table has all of them
 
 
 def _listed(names: list[str]) -> str:
