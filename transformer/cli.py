@@ -96,8 +96,9 @@ def _main(argv: list[str]) -> int:
     verbs = parser.add_subparsers(metavar="VERB", title="verbs")
     for name in VERBS:
         verb = importlib.import_module(f"transformer.verbs.{name}")
-        texts = {"help": verb.ABOUT, "description": verb.DETAIL or verb.ABOUT}
-        sub = verbs.add_parser(name, **texts, **style)
+        title, _, detail = (verb.__doc__ or "").partition("\n\n")
+        about = title.partition(": ")[2].rstrip(".")
+        sub = verbs.add_parser(name, help=about, description=detail or about, **style)
         only_prints = getattr(verb, "ONLY_PRINTS", False)
         lasting = contextlib.nullcontext if only_prints else survive_closed_readers
         sub.set_defaults(run=verb.run, verb=name, lasting=lasting)

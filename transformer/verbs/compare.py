@@ -1,19 +1,17 @@
-"""`compare`: writes a report on a sweep, or on several runs."""
+"""`compare`: write a report on a sweep, or on several runs.
 
-import sys
-
-from transformer.errors import UserError
-from transformer.verbs.common import folder
-
-ABOUT = "write a report on a sweep, or on several runs"
-
-DETAIL = """Compare the arms of a sweep, or several runs, and write a report: index.html (one
+Compare the arms of a sweep, or several runs, and write a report: index.html (one
 self-contained file), report.md, tables as *.csv, figures/*.png and *.pdf. The report claims only
 what the confidence intervals over seeds support.
 
   python -m transformer compare runs/ablation
   python -m transformer compare runs/a runs/b --metric=test/bits_per_byte
 """
+
+import sys
+
+from transformer.errors import UserError
+from transformer.verbs.common import folder
 
 
 def arguments(parser) -> None:

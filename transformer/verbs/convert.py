@@ -1,15 +1,6 @@
-"""`convert`: converts Hugging Face weights to a run directory, and back."""
+"""`convert`: convert Hugging Face weights to a run directory, and back.
 
-import sys
-from pathlib import Path
-
-from transformer.errors import UserError
-from transformer.files import read_json
-from transformer.verbs.common import folder, open_run
-
-ABOUT = "convert Hugging Face weights to a run directory, and back"
-
-DETAIL = """Convert Hugging Face weights (config.json and safetensors) to a run directory, and back.
+Convert Hugging Face weights (config.json and safetensors) to a run directory, and back.
 The tokenizer is converted, too.
 
   python -m transformer convert --from=DOWNLOADED --workdir=runs/gpt2
@@ -19,6 +10,13 @@ The tokenizer is converted, too.
   --config.model.scan_layers=False and other --config.model.* and --config.mesh.* change how the
   converted model is run.
 """
+
+import sys
+from pathlib import Path
+
+from transformer.errors import UserError
+from transformer.files import read_json
+from transformer.verbs.common import folder, open_run
 
 
 def arguments(parser) -> None:

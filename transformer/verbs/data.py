@@ -1,8 +1,4 @@
-"""`data`: fetches, verifies and caches a known corpus; without a name, lists all of them."""
-
-ABOUT = "fetch, verify and cache a known corpus; without a name, list all of them"
-
-DETAIL = ""
+"""`data`: fetch, verify and cache a known corpus; without a name, list all of them."""
 
 
 def arguments(parser) -> None:

@@ -1,13 +1,9 @@
-"""`evaluate`: computes loss, perplexity, BLEU, chrF and bits per byte on held-out text."""
+"""`evaluate`: evaluate a run on its held-out text: loss, perplexity, BLEU, chrF, bits per byte."""
 
 import sys
 
 from transformer.output import BOLD, event, styled
 from transformer.verbs.common import folder, open_run
-
-ABOUT = "evaluate a run on its held-out text: loss, perplexity, BLEU, chrF, bits per byte"
-
-DETAIL = ""
 
 HEADLINES = ("bleu", "exact", "bits_per_byte", "labels_accuracy", "loss")
 """The metric that is printed first, in bold: the first of these that the run has."""

@@ -1,4 +1,10 @@
-"""`generate`: translates or continues text, line by line."""
+"""`generate`: translate or continue text, line by line.
+
+Translate (encoder-decoder) or continue (decoder) text, one line of output per line of
+input.
+
+  --config.decoding.beam_size=4 and other --config.decoding.* override the run's decoding settings.
+"""
 
 import dataclasses
 import sys
@@ -9,15 +15,7 @@ from transformer.files import write_atomic
 from transformer.output import count, counting
 from transformer.verbs.common import ask, folder, open_run, read_lines
 
-ABOUT = "translate or continue text, line by line"
-
 ONLY_PRINTS = True
-
-DETAIL = """Translate (encoder-decoder) or continue (decoder) text, one line of output per line of
-input.
-
-  --config.decoding.beam_size=4 and other --config.decoding.* override the run's decoding settings.
-"""
 
 
 def arguments(parser) -> None:

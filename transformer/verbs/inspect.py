@@ -1,16 +1,6 @@
-"""`inspect`: writes a page with attention maps, logit lens and profiles of a run for a text."""
+"""`inspect`: write a page with attention maps, logit lens and profiles of a run for a text.
 
-import sys
-import textwrap
-from pathlib import Path
-
-from transformer.errors import UserError
-from transformer.files import write_atomic
-from transformer.verbs.common import ask, check_text, folder, open_run, read_lines
-
-ABOUT = "write a page with attention maps, logit lens and profiles of a run for a text"
-
-DETAIL = """Inspect a trained model on a text: the loss of each token, the prediction of each layer
+Inspect a trained model on a text: the loss of each token, the prediction of each layer
 (the logit lens), where each head attends, and how the residual stream grows. The output is one
 self-contained HTML page.
 
@@ -21,6 +11,14 @@ self-contained HTML page.
 Without --text, the command prompts for a text or reads standard input. The decoder of an
 encoder-decoder reads the model's own translation unless --target is set.
 """
+
+import sys
+import textwrap
+from pathlib import Path
+
+from transformer.errors import UserError
+from transformer.files import write_atomic
+from transformer.verbs.common import ask, check_text, folder, open_run, read_lines
 
 
 def arguments(parser) -> None:

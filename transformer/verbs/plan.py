@@ -1,16 +1,6 @@
-"""`plan`: estimates memory, time and price for a machine that you do not have."""
+"""`plan`: estimate memory, time and price for a machine that you do not have.
 
-import sys
-from pathlib import Path
-
-from transformer.errors import UserError, nearest
-from transformer.files import write_atomic
-
-ABOUT = "estimate memory, time and price for a machine that you do not have"
-
-ONLY_PRINTS = True
-
-DETAIL = """Estimate what an experiment needs on a machine, before you rent the machine. The
+Estimate what an experiment needs on a machine, before you rent the machine. The
 programs of the experiment are compiled here, with the machine's compiler and from array shapes
 alone. The plan shows the memory of a device by kind, the collectives, the minimum time of a step
 at the chip's published rates, and the time and price of the run. If the experiment does not fit,
@@ -30,6 +20,14 @@ the plan suggests changes.
   simulated devices: the collectives and the memory of parameters, optimizer state and inputs are
   those of the machine; temporaries and memory traffic are those of the CPU compiler.
 """
+
+import sys
+from pathlib import Path
+
+from transformer.errors import UserError, nearest
+from transformer.files import write_atomic
+
+ONLY_PRINTS = True
 
 
 def arguments(parser) -> None:

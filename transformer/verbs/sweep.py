@@ -1,14 +1,6 @@
-"""`sweep`: trains and evaluates every arm and seed of a study."""
+"""`sweep`: train and evaluate every arm and seed of a study.
 
-import argparse
-import sys
-
-from transformer.errors import UserError
-from transformer.verbs.common import folder
-
-ABOUT = "train and evaluate every arm and seed of a study"
-
-DETAIL = """Train and evaluate every arm of an experiment file's sweep(), once for each seed.
+Train and evaluate every arm of an experiment file's sweep(), once for each seed.
 
 Finished runs are skipped, and interrupted runs resume. A run that diverges or fails is recorded,
 and the others continue. The same command continues an interrupted sweep. Before any run, the
@@ -28,6 +20,12 @@ Runs that differ only in numbers (seed, learning rate, weight decay, warm-up, b2
 trained as one program. On a pod, start this command on every host. Each run then uses all chips,
 one run after another.
 """
+
+import argparse
+import sys
+
+from transformer.errors import UserError
+from transformer.verbs.common import folder
 
 
 def arguments(parser) -> None:

@@ -1,13 +1,6 @@
-"""`train`: trains an experiment, or resumes its run."""
+"""`train`: train an experiment, or resume its run.
 
-import sys
-
-from transformer.output import count
-from transformer.verbs.common import folder
-
-ABOUT = "train an experiment, or resume its run"
-
-DETAIL = """Train an experiment, or resume its run. After Ctrl-C, a crash or a preemption, the same
+Train an experiment, or resume its run. After Ctrl-C, a crash or a preemption, the same
 command with the same --workdir resumes at the last checkpoint, bit for bit.
 
   --config=FILE.py            an experiment file, such as those in experiments/
@@ -20,6 +13,11 @@ command with the same --workdir resumes at the last checkpoint, bit for bit.
 The run directory contains config.json, manifest.json (versions, hashes, devices), metrics.jsonl,
 tensorboard/, checkpoints/, tokenizer.model and loss.png.
 """
+
+import sys
+
+from transformer.output import count
+from transformer.verbs.common import folder
 
 
 def arguments(parser) -> None:
