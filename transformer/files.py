@@ -83,6 +83,11 @@ def write_atomic(file: Path, content: str | bytes) -> None:
         scratch.unlink(missing_ok=True)
 
 
+def write_json(file: Path, content) -> None:
+    """Writes `content` as JSON, indented by 2, atomically."""
+    write_atomic(file, json.dumps(content, indent=2) + "\n")
+
+
 def read_json(file: Path) -> dict:
     """Reads a JSON file that holds an object. Raises UserError if it is damaged or unreadable."""
     try:

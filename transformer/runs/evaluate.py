@@ -1,7 +1,6 @@
 """Evaluation of a trained run, from its directory."""
 
 import dataclasses
-import json
 import os
 import time
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ from transformer.evaluation.loss import evaluate_loss
 from transformer.evaluation.measure import measure
 from transformer.evaluation.subject import Snapshot, Subject
 from transformer.evaluation.translation import exact, group, score
-from transformer.files import write_atomic
+from transformer.files import write_atomic, write_json
 from transformer.mapping import to_mapping
 from transformer.model.network import build_model
 from transformer.output import counting
@@ -130,7 +129,7 @@ def evaluate(trained: LoadedRun, mesh: Mesh, part: str = "test") -> dict:
         if generated.samples:
             samples = "samples.txt" if part == "test" else f"samples.{part}.txt"
             write_atomic(workdir / samples, "\n".join(generated.samples))
-        write_atomic(workdir / f"{part}.json", json.dumps(report, indent=2) + "\n")
+        write_json(workdir / f"{part}.json", report)
         logged = {f"{part}/{name}": value for name, value in metrics.items()}
         append_metrics(workdir, trained.step, logged)
     signatures = {f"{name}_signature": text for name, text in generated.signatures.items()}

@@ -8,7 +8,6 @@ import contextlib
 import datetime
 import hashlib
 import importlib.metadata
-import json
 import os
 import platform
 import re
@@ -18,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import jax
+from flax.traverse_util import flatten_dict
 from jax.sharding import Mesh
 
 from transformer import plugins
@@ -25,9 +25,10 @@ from transformer.claims import Claim, holding
 from transformer.config import Experiment
 from transformer.data.tokenizer import FILES, Tokenizer, find_tokenizer
 from transformer.errors import UserError
-from transformer.files import read_bytes, read_json, write_atomic
+from transformer.files import read_bytes, read_json, write_atomic, write_json
 from transformer.mapping import from_mapping, to_mapping
 from transformer.model.special_tokens import SPECIAL_TOKENS
+from transformer.output import listed
 from transformer.parallel.processes import is_first, max_over_processes
 from transformer.version import __version__
 
@@ -58,28 +59,24 @@ def check(workdir: Path, config: Experiment) -> None:
     is_foreign = lambda file: file.suffix != ".tmp" and file.name != "lock"
     if (workdir / "checkpoints").exists() and not (workdir / "checkpoints").is_dir():
         raise UserError(f"workdir: {workdir / 'checkpoints'} is a file, not a folder; remove it")
-    if (workdir / "config.json").exists():
-        if not has_checkpoint(workdir):
-            return  # nothing has been trained yet, so another config may replace it
-        old = load_config(workdir)
-        different = different_fields(old, config)
-        changed = sorted(key for key in different if not key.startswith(RESUME_FIELDS))
-        if changed == ["train.steps"] and config.optimizer.schedule in ("inverse_sqrt", "constant"):
-            changed = []  # these schedules do not depend on it, so a run may be extended
-        if changed == ["train.steps"]:
-            steps = f"train.steps = {old.train.steps}"
-            why = f"the schedule {config.optimizer.schedule!r} depends on it"
-            way_out = f"restore it, or start a new run with train.init_from={workdir}"
-            raise UserError(f"workdir: {workdir} was started with {steps}, and {why}; {way_out}")
-        if changed:
-            changes = "; ".join(different[key] for key in changed[:6])
-            more = f"; and {len(changed) - 6} more" if len(changed) > 6 else ""
-            problem = f"contains a different experiment: {changes}{more}"
-            way_out = "choose another directory or restore the old values"
-            raise UserError(f"workdir: {workdir} {problem}; {way_out}")
-    elif workdir.exists() and any(map(is_foreign, workdir.iterdir())):
-        problem = "is not empty and not a run (no config.json)"
-        raise UserError(f"workdir: {workdir} {problem}; choose another directory")
+    if not (workdir / "config.json").exists():
+        if workdir.exists() and any(map(is_foreign, workdir.iterdir())):
+            problem = "is not empty and not a run (no config.json)"
+            raise UserError(f"workdir: {workdir} {problem}; choose another directory")
+        return
+    if not has_checkpoint(workdir):
+        return  # nothing has been trained yet, so another config may replace it
+    old, schedule = load_config(workdir), config.optimizer.schedule
+    different = different_fields(old, config)
+    changed = sorted(key for key in different if not key.startswith(RESUME_FIELDS))
+    if changed == ["train.steps"] and schedule not in ("inverse_sqrt", "constant"):
+        why = f"with train.steps = {old.train.steps}, and the schedule {schedule!r} depends on it"
+        way_out = f"restore it, or start a new run with train.init_from={workdir}"
+        raise UserError(f"workdir: {workdir} was started {why}; {way_out}")
+    if changed and changed != ["train.steps"]:
+        changes = listed([different[key] for key in changed], 6, separator="; ", last="; ")
+        way_out = "choose another directory or restore the old values"
+        raise UserError(f"workdir: {workdir} contains a different experiment: {changes}; {way_out}")
 
 
 def lock(workdir: Path) -> Claim:
@@ -129,6 +126,7 @@ def is_converted(workdir: Path) -> bool:
 
 _MANIFEST_KINDS = {
     **dict.fromkeys(("data", "versions", "attention_backends", "mesh"), dict),
+    **dict.fromkeys(("data.train", "data.valid", "data.test"), dict),  # after "data"
     **dict.fromkeys(("devices", "earlier_starts"), list),
     **dict.fromkeys(("parameters", "trained_together"), int),
 }
@@ -138,16 +136,12 @@ def read_manifest(workdir: Path) -> dict:
     """Returns the manifest of a run. Raises UserError if it is damaged."""
     file = workdir / "manifest.json"
     manifest = read_json(file)
-
-    def check_kind(name: str, tree: dict, key: str, kind: type) -> None:
+    for name, kind in _MANIFEST_KINDS.items():
+        section, _, key = name.rpartition(".")
+        tree = manifest.get(section, {}) if section else manifest
         if key in tree and not isinstance(tree[key], kind):
             found = f"expected {kind.__name__}, got {tree[key]!r}"
             raise UserError(f"{file}: damaged ({name}: {found})")
-
-    for name, kind in _MANIFEST_KINDS.items():
-        check_kind(name, manifest, name, kind)
-    for part in ("train", "valid", "test"):
-        check_kind(f"data.{part}", manifest.get("data", {}), part, dict)
     return manifest
 
 
@@ -169,26 +163,21 @@ def has_checkpoint(workdir: Path) -> bool:
 
 
 def load_config(workdir: Path) -> Experiment:
-    """Loads the experiment of a run directory."""
-    file = Path(workdir) / "config.json"
-    check_folder(Path(workdir))
+    """Loads the experiment of a run directory. Raises UserError if another version wrote it."""
+    file = workdir / "config.json"
+    check_folder(workdir)
     if not file.exists():
         way_out = f"train one: python -m transformer train --workdir={workdir} --config=..."
         raise UserError(f"workdir: no run in {workdir} (no config.json); {way_out}")
-    _check_version(Path(workdir))
-    plugins.load(Path(workdir))
-    return from_mapping(Experiment, read_json(file))
-
-
-def _check_version(workdir: Path) -> None:
-    """Raises UserError for a run of another minor version, as its fields may differ in meaning."""
     has_manifest = (workdir / "manifest.json").exists()
     written = read_manifest(workdir).get("transformer") if has_manifest else None
     minor = lambda version: version.split(".")[:2]
-    if isinstance(written, str) and minor(written) != minor(__version__):
+    if isinstance(written, str) and minor(written) != minor(__version__):  # fields may differ
         problem = f"version {written} of this package wrote {workdir}, but this is {__version__}"
         way_out = "read it with that version, or train again in another directory"
         raise UserError(f"workdir: {problem}; {way_out}")
+    plugins.load(workdir)
+    return from_mapping(Experiment, read_json(file))
 
 
 def record_start(
@@ -206,7 +195,7 @@ def record_start(
     """
     plugins.save(workdir, to_mapping(config))
     workdir.mkdir(parents=True, exist_ok=True)
-    _write(workdir / "config.json", to_mapping(config))
+    write_json(workdir / "config.json", to_mapping(config))
     manifest = {
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": sys.argv,
@@ -228,12 +217,11 @@ def record_start(
             (workdir / name).unlink(missing_ok=True)
         write_atomic(workdir / tokenizer.name, tokenizer.content)
         manifest["tokenizer_sha256"] = tokenizer.sha256
-    file = workdir / "manifest.json"
-    previous = read_manifest(workdir) if file.exists() else {}
-    earlier = previous.get("earlier_starts", [])
-    if previous:
-        earlier = [*earlier, {key: previous.get(key) for key in _OF_A_START}]
-    _write(file, manifest | {"earlier_starts": earlier})
+    file, manifest["earlier_starts"] = workdir / "manifest.json", []
+    if previous := read_manifest(workdir) if file.exists() else {}:
+        this_start = {key: previous.get(key) for key in _OF_A_START}
+        manifest["earlier_starts"] = [*previous.get("earlier_starts", []), this_start]
+    write_json(file, manifest)
 
 
 _PACKAGES = (
@@ -260,13 +248,9 @@ def _commit() -> str:
     return head.stdout.strip() + ("+" if changes else "")
 
 
-def flatten_fields(tree: dict, prefix: str = "") -> dict:
+def flatten_fields(tree: dict) -> dict:
     """Flattens nested dicts: dotted field name -> value."""
-    flattened = {}
-    for key, value in tree.items():
-        name = prefix + key
-        flattened |= flatten_fields(value, f"{name}.") if isinstance(value, dict) else {name: value}
-    return flattened
+    return flatten_dict(tree, sep=".")
 
 
 def different_fields(old: Experiment, new: Experiment) -> dict[str, str]:
@@ -274,7 +258,3 @@ def different_fields(old: Experiment, new: Experiment) -> dict[str, str]:
     before, now = (flatten_fields(to_mapping(experiment)) for experiment in (old, new))
     different = [key for key in before | now if before.get(key) != now.get(key)]
     return {key: f"{key} was {before.get(key)!r}, is {now.get(key)!r}" for key in different}
-
-
-def _write(file: Path, content: dict) -> None:
-    write_atomic(file, json.dumps(content, indent=2) + "\n")

@@ -25,7 +25,7 @@ import sys
 from pathlib import Path
 
 from transformer.errors import UserError, nearest
-from transformer.files import write_atomic
+from transformer.files import write_json
 
 ONLY_PRINTS = True
 
@@ -49,8 +49,6 @@ def arguments(parser) -> None:
 
 
 def run(args, overrides) -> int:
-    import json
-
     from transformer.config_io import load_arms, load_experiment
     from transformer.planning.chips import topology
 
@@ -86,7 +84,7 @@ def run(args, overrides) -> int:
         numbers = {arm: plan.to_json() for arm, plan in plans.items()}
         numbers = numbers if args.arms else numbers[""]
     if args.json:
-        write_atomic(args.json, json.dumps(numbers, indent=2) + "\n")
+        write_json(args.json, numbers)
     print(text, end="")
     return 0 if fits else 1
 
