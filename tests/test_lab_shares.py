@@ -15,8 +15,7 @@ from studies import make_study, write_run
 from transformer import UserError
 from transformer.lab import results, runner
 from transformer.lab.study import PlannedRun
-from transformer.runs.metrics import read_metrics
-from transformer.runs.recorder import Diverged
+from transformer.runs.metrics import Diverged, read_metrics
 from transformer.runs.run import Run
 
 

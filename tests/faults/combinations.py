@@ -27,8 +27,7 @@ from transformer.model.positions import SCHEMES
 from transformer.parallel.mesh import make_mesh, use
 from transformer.runs.evaluate import load_trained
 from transformer.runs.loop import train
-from transformer.runs.metrics import read_metrics
-from transformer.runs.recorder import Diverged
+from transformer.runs.metrics import Diverged, read_metrics
 
 SIZES = {"vocab_size": 480, "d_model": 16, "d_ff": 24, "num_heads": 4, "max_length": 16}
 

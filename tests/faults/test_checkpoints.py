@@ -17,17 +17,16 @@ from transformer.config import Experiment, MeshConfig
 from transformer.errors import UserError
 from transformer.mapping import from_mapping
 from transformer.parallel.mesh import make_mesh
-from transformer.runs import checkpoint, fingerprint as fingerprint_module
+from transformer.runs import checkpoint, checkpoint_record
 from transformer.runs.checkpoint import Checkpoints
-from transformer.runs.checkpoint_record import Damaged, Record
-from transformer.runs.fingerprint import fingerprints
+from transformer.runs.checkpoint_record import Damaged, Record, fingerprints
 from transformer.runs.loop import train
 from transformer.runs.metrics import read_metrics
 from transformer.training.state import layout
 
 
 def fingerprint(x: np.ndarray) -> str:
-    """Computes the equation in the docstring of `runs/fingerprint.py` with Python integers."""
+    """Computes the equation in the docstring of `fingerprints` with Python integers."""
     words = np.ravel(x).view(f"uint{8 * x.dtype.itemsize}") if x.dtype != bool else np.ravel(x)
 
     def mix(w: int) -> int:
@@ -69,7 +68,7 @@ def test_fingerprint_needs_no_collectives():
     communicates = re.compile(r" (all-|reduce-scatter|collective-|send|recv)[a-z-]*\(")
     total = jax.jit(jnp.sum).lower(x).compile().as_text()
     assert communicates.search(total), "the pattern finds the collectives of a global sum"
-    program = fingerprint_module._program(x.sharding).lower(x).compile().as_text()
+    program = checkpoint_record._program(x.sharding).lower(x).compile().as_text()
     assert "u32[1,2]" in program, "no sums of one device"
     assert not communicates.search(program)
 

@@ -25,7 +25,7 @@ from transformer.lab.together import program_key, train_together
 from transformer.output import columns, human_time, listed
 from transformer.parallel.processes import process_index_and_count
 from transformer.runs import loop
-from transformer.runs.recorder import Diverged
+from transformer.runs.metrics import Diverged
 
 MOST_PARAMETERS = 100_000_000  # in all, of runs that are trained together
 PATIENCE = 5.0  # seconds between checks of runs that other processes have claimed

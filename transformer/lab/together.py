@@ -25,7 +25,7 @@ from transformer.mapping import to_mapping
 from transformer.model.network import build_model
 from transformer.parallel.mesh import start, use
 from transformer.runs.loop import stop_signals
-from transformer.runs.recorder import Diverged
+from transformer.runs.metrics import Diverged
 from transformer.runs.run import Run, begin
 from transformer.runs.rundir import flatten_fields, locked
 from transformer.training.optimizer import build_optimizer

@@ -1,17 +1,22 @@
 """The record of a checkpoint: its step, the loop's state and a fingerprint of every array."""
 
 import dataclasses
+import functools
 import hashlib
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSharding
 
 from transformer.errors import UserError
 from transformer.output import listed
+from transformer.parallel.processes import gather_from_all
 from transformer.parallel.sharding import path_name
-from transformer.runs.fingerprint import fingerprints
 
 FORMAT = 2
 """The version of the format. Version 0.1.0 of this package wrote checkpoints without records."""
@@ -55,18 +60,16 @@ class Record:
     @classmethod
     def from_json(cls, parsed: Any, step: int) -> "Record":
         """Parses a record. Raises Damaged if it changed, UserError if another version wrote it."""
+        wrote = f"of this package wrote the checkpoint of step {step:,}"
         if isinstance(parsed, dict) and "data_step" in parsed:
-            problem = f"version 0.1 of this package wrote the checkpoint of step {step:,}"
-            raise UserError(f"{problem}; train again, or read it with that version")
+            raise UserError(f"version 0.1 {wrote}; train again, or read it with that version")
         if not isinstance(parsed, dict) or "sha256" not in parsed:
             raise Damaged("its record is incomplete")
         content = {key: value for key, value in parsed.items() if key != "sha256"}
         if parsed["sha256"] != _sha256(content):
             raise Damaged("its record has changed since it was saved")
         if content.pop("format") != FORMAT:
-            raise UserError(
-                f"a later version of this package wrote the checkpoint of step {step:,}"
-            )
+            raise UserError(f"a later version {wrote}")
         if content["step"] != step:
             raise Damaged(f"it is the checkpoint of step {content['step']:,}")
         return cls(**content)
@@ -120,3 +123,95 @@ def _format_kind(kind: tuple[str, tuple[int, ...]] | None) -> str:
 
 def _sha256(content: dict) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def fingerprints(tree: Any) -> dict[str, str]:
+    """Returns the fingerprint of each array of `tree`: path -> 16 hexadecimal digits.
+
+    A fingerprint depends on values and positions, but not on the mesh. With i the flat index of an
+    element and b_i its bits as an unsigned integer,
+
+        w_i = mix(b_i xor mix(i))
+        fingerprint = (sum_i w_i mod 2^32, sum_i mix(w_i) mod 2^32)
+
+    Addition modulo 2^32 is exact and commutative. Each device therefore sums its own elements, and
+    the hosts add up the sums. No array leaves its device. `mix` is a bijection, so a change of a
+    single element always changes the fingerprint. Two different arrays collide with a probability
+    of about 2^-64.
+
+    All processes must call this with the same tree, in any sharding over a mesh, and get the same
+    result. Placeholders (`...`) are skipped.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    leaves = [(path, jnp.asarray(x)) for path, x in leaves if x is not ...]
+    sums = [_program(x.sharding)(x) for _, x in leaves]  # dispatch all before waiting
+    local_sums = jax.device_get([[shard.data for shard in x.addressable_shards] for x in sums])
+    local_NxW = np.array([np.sum(blocks, axis=(0, 1), dtype=np.uint32) for blocks in local_sums])
+    sums_NxW = np.sum(gather_from_all(local_NxW), axis=0, dtype=np.uint32)
+    names = [path_name(path) for path, _ in leaves]
+    hexadecimal = ["".join(f"{word:08x}" for word in words) for words in sums_NxW]
+    return dict(zip(names, hexadecimal, strict=True))
+
+
+def _program(sharding: jax.sharding.Sharding) -> Callable:
+    """Returns a function array -> uint32[devices, 2], the sums of each device."""
+    if isinstance(sharding, NamedSharding):
+        return _sharded_program(sharding.mesh, sharding.spec)
+    if not isinstance(sharding, SingleDeviceSharding):
+        raise TypeError(f"fingerprints need arrays on a mesh or on one device, not {sharding}")
+    return _local_program
+
+
+@functools.cache
+def _sharded_program(mesh: Mesh, spec: P) -> Callable:
+    """Returns a program in which each device sums its block; of equal blocks, the first counts."""
+    axes = [(names,) if isinstance(names, str) else tuple(names or ()) for names in spec]
+    replicas = [name for name in mesh.axis_names if not any(name in names for names in axes)]
+
+    def block(x: jax.Array) -> jax.Array:
+        dims = axes + [()] * (x.ndim - len(axes))
+        parts = [math.prod(mesh.shape[name] for name in names) for names in dims]
+        index = [jax.lax.axis_index(names) if names else 0 for names in dims]
+        starts = [i * size for i, size in zip(index, x.shape, strict=True)]
+        whole = [part * size for part, size in zip(parts, x.shape, strict=True)]
+        first = jnp.array([jax.lax.axis_index(name) == 0 for name in replicas] + [True]).all()
+        return jnp.where(first, _sums(x, starts, whole), 0)[None]
+
+    specs = {"in_specs": spec, "out_specs": P(mesh.axis_names)}
+    return jax.jit(jax.shard_map(block, mesh=mesh, **specs, check_vma=False))
+
+
+@jax.jit
+def _local_program(x: jax.Array) -> jax.Array:
+    return _sums(x, [0] * x.ndim, x.shape)[None]
+
+
+def _sums(x: jax.Array, starts, shape) -> jax.Array:
+    """Returns uint32[2]: both sums over the block at `starts` of an array, in one pass."""
+    word = _mix(_bits(x) ^ _mix(_flat_index(x.shape, starts, shape)))
+    zero, add = jnp.uint32(0), lambda a, b: (a[0] + b[0], a[1] + b[1])
+    return jnp.stack(jax.lax.reduce((word, _mix(word)), (zero, zero), add, tuple(range(x.ndim))))
+
+
+def _bits(x: jax.Array) -> jax.Array:
+    if x.dtype == jnp.bool_:
+        return x.astype(jnp.uint32)
+    if x.dtype.itemsize > 4:
+        raise TypeError(f"fingerprints need numbers of at most 32 bits, not {x.dtype}")
+    return jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}").astype(jnp.uint32)
+
+
+def _flat_index(block, starts, shape) -> jax.Array:
+    """Returns uint32 of the block's shape: row-major indices in the whole array, modulo 2^32."""
+    index = jnp.zeros(block, jnp.uint32)
+    for axis, (start, size) in enumerate(zip(starts, shape, strict=True)):
+        axis_index = jax.lax.broadcasted_iota(jnp.uint32, block, axis) + jnp.uint32(start)
+        index = index * jnp.uint32(size % 2**32) + axis_index
+    return index
+
+
+def _mix(x: jax.Array) -> jax.Array:
+    """Applies MurmurHash3's `fmix32` (Appleby 2011), a bijection that mixes the bits of a word."""
+    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
+    return x ^ (x >> 16)

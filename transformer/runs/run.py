@@ -33,8 +33,7 @@ from transformer.runs import rundir
 from transformer.runs.checkpoint import Checkpoints, size
 from transformer.runs.fits import check_batch, check_divisibility, check_rounds
 from transformer.runs.initialize import check_source, check_tokenizer, start_from
-from transformer.runs.metrics import MetricsLog, Progress, check_wandb, plot_loss
-from transformer.runs.recorder import Diverged, Recorder
+from transformer.runs.metrics import Diverged, MetricsLog, Progress, Recorder, check_wandb
 from transformer.runs.summary import summary
 from transformer.training.optimizer import build_optimizer, schedule
 from transformer.training.state import TrainState, abstract_state, init_state, layout, relayout
@@ -83,8 +82,6 @@ class Run:
         finally:
             self.progress.close()
             self.log.close()
-            if is_first():
-                plot_loss(self.workdir)
         if error_type is None:
             barrier("end of the run")
 

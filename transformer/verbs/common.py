@@ -41,12 +41,11 @@ def read_lines(name: str) -> list[str]:
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as e:
-        problem = f"{source} is not UTF-8 (line {data[: e.start].count(10) + 1})"
-        raise UserError(f"--input: {problem}; convert it") from None
+        where = f"line {data[: e.start].count(10) + 1}"
+        raise UserError(f"--input: {source} is not UTF-8 ({where}); convert it") from None
     if "\0" in text:
         line = data[: data.index(0)].count(10) + 1
-        way_out = "convert UTF-16 to UTF-8"
-        raise UserError(f"--input: {source} holds a NUL byte (line {line}); {way_out}")
+        raise UserError(f"--input: {source} holds a NUL byte (line {line}); convert it to UTF-8")
     lines = text.removesuffix("\n").split("\n") if text else []
     return [line.removesuffix("\r") for line in lines]
 

@@ -33,8 +33,7 @@ def run(args, overrides) -> int:
     from transformer.lab import report
 
     if overrides:
-        way_out = "leave it out (compare reads the logs of the runs)"
-        raise UserError(f"compare: takes no --config.*; {way_out}")
+        raise UserError("compare: takes no --config.*, it reads the logs of runs; leave it out")
     options = (args.metric, args.baseline, args.higher_is_better)
     verdict, more = report.judge(args.folders, *options)
     page = report.write(verdict, args.output or args.folders[0] / "report", more)

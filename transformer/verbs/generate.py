@@ -6,13 +6,12 @@ input.
   --config.decoding.beam_size=4 and other --config.decoding.* override the run's decoding settings.
 """
 
-import dataclasses
 import sys
 from pathlib import Path
 
 from transformer.errors import UserError
 from transformer.files import write_atomic
-from transformer.output import count, counting
+from transformer.output import count, counting, event
 from transformer.verbs.common import ask, folder, open_run, read_lines
 
 ONLY_PRINTS = True
@@ -34,8 +33,7 @@ def run(args, overrides) -> int:
 
     config, mesh = open_run(args, overrides)
     if args.interactive and args.input != "-":
-        problem = "one reads the terminal, the other a file"
-        raise UserError(f"--interactive and --input: {problem}; leave one out")
+        raise UserError("--interactive and --input: the text has one source; leave one out")
     if args.output != "-" and not Path(args.output).resolve().parent.is_dir():
         raise UserError(f"--output: no folder {Path(args.output).parent}")
     if args.output != "-" and Path(args.output).is_dir():
@@ -50,9 +48,8 @@ def run(args, overrides) -> int:
     if not is_first():
         return 0
     if generate.cut:
-        too_long = f"{generate.cut:,} of {count(len(lines), 'line')} exceeded the model's"
-        verb = "was" if generate.cut == 1 else "were"
-        print(f"{too_long} maximum length and {verb} cut", file=sys.stderr)
+        text = f"of {count(len(lines), 'line')} exceeded the model's maximum length and were cut"
+        print(event(generate.cut, text), file=sys.stderr)
     text = "".join(answer.replace("\n", "\\n") + "\n" for answer in answers)
     if args.output == "-":
         sys.stdout.write(text)
@@ -65,9 +62,9 @@ def _converse(trained) -> int:
     import readline  # noqa: F401  (arrow keys and history at the prompt)
 
     from transformer.decoding.generate import Generator
+    from transformer.mapping import apply_overrides
 
-    decoding = dataclasses.replace(trained.config.decoding, batch_size=1)
-    config = dataclasses.replace(trained.config, decoding=decoding)
+    config = apply_overrides(trained.config, {"decoding.batch_size": 1})
     generate = Generator(config, trained.params, trained.tokenizer)
     action = "translates" if config.model.is_encoder_decoder else "continues"
     print("Compiling ...", end="", flush=True)

@@ -42,8 +42,7 @@ def run(args, overrides) -> int:
         problem = f"{output} is a folder, or its folder does not exist"
         raise UserError(f"--output: {problem}; name a file")
     if args.target and not config.model.is_encoder_decoder:
-        problem = f"model.family = {config.model.family!r} takes one text"
-        raise UserError(f"--target: {problem}; put all of it into --text")
+        raise UserError(f"--target: a {config.model.family} takes one text; put it into --text")
     for name in ("text", "target"):
         check_text(getattr(args, name) or "", f"--{name}")
     text = args.text

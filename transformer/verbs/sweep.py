@@ -61,12 +61,11 @@ def run(args, overrides) -> int:
         return runner.train_and_evaluate(args.workdir, names, lambda run: evaluate(run.folder))
     shard = prepare.parse_shard(args.shard)
     if args.jobs < 1 or args.together < 1:
-        way_out = "set both to 1 or more"
-        raise UserError(f"--jobs and --together: {args.jobs} and {args.together}; {way_out}")
+        raise UserError(f"--jobs and --together: {args.jobs} and {args.together}; set 1 or more")
     this_process = process_index_and_count()
     if this_process[1] > 1 and args.jobs > 1:
-        problem = f"{args.jobs}, but each run uses all {this_process[1]} processes"
-        raise UserError(f"--jobs: {problem}, one after another; leave it out")
+        processes = f"all {this_process[1]} processes"
+        raise UserError(f"--jobs: {args.jobs}, but each run uses {processes}; leave it out")
     together, is_first = args.together if this_process[1] == 1 else 1, this_process[0] == 0
     say = print if is_first else lambda *_, **__: None
     log = lambda line: say(line, file=sys.stderr)
@@ -83,8 +82,7 @@ def run(args, overrides) -> int:
     elif args.config:
         prepare.prepare_in_subprocess(args.config, args.workdir, overrides)
     elif overrides:
-        way_out = "add --config=FILE.py"
-        raise UserError(f"--config.{next(iter(overrides))}: needs an experiment file; {way_out}")
+        raise UserError(f"--config.{next(iter(overrides))}: needs --config=FILE.py; add it")
     study = study if args.dry_run and args.config else load_study(args.workdir)
     stages = [study] if args.untuned else tuning.stages(study)
     if args.dry_run:

@@ -35,7 +35,6 @@ def run(args, overrides) -> int:
     from transformer.runs.loop import train
 
     cache_compiled_programs()
-
     done = train(config, args.workdir, args.verbose)
     if done < config.train.steps:
         stopped = f"stopped at step {done:,} of {config.train.steps:,}"
