@@ -43,13 +43,12 @@ def load_tree(file: str) -> dict:
     experiment_file = _open(file)
     with _errors_in(experiment_file.path):
         tree = experiment_file.tree()
-        if experiment_file.arm:
+        if arm := experiment_file.arm:
             arms = experiment_file.sweep().arms
-            if experiment_file.arm not in arms:
-                problem = f"the sweep() of {str(experiment_file.path)!r} has no arm"
-                way_out = nearest(arm := experiment_file.arm, arms)
-                raise UserError(f"--config: {problem} {arm!r}; {way_out}")
-            change(tree, arms[experiment_file.arm])
+            if arm not in arms:
+                problem = f"the sweep() of {str(experiment_file.path)!r} has no arm {arm!r}"
+                raise UserError(f"--config: {problem}; {nearest(arm, arms)}")
+            change(tree, arms[arm])
         return tree
 
 
@@ -70,8 +69,7 @@ def load_arms(
     sweep, experiments = load_sweep(file), {}
     for key in overrides:
         if varied := [x for x in sweep.fields if key == x or key.startswith(x + ".")]:
-            way_out = "leave it out, or change sweep()"
-            raise UserError(f"--config.{key}: the sweep varies {varied[0]}; {way_out}")
+            raise UserError(f"--config.{key}: the sweep varies {varied[0]}; change it in sweep()")
     if "seed" in overrides:
         raise UserError("--config.seed: the sweep has its own seeds; change Sweep(seeds=...)")
     for arm, changes in sweep.arms.items():

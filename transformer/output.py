@@ -199,8 +199,8 @@ def elapsed(text: str, stream=None) -> Iterator[None]:
 
     def show() -> None:
         while True:
-            stream.write(f"\r\x1b[K{text} {human_time(time.monotonic() - start)}")
-            stream.flush()
+            spent = human_time(time.monotonic() - start)
+            print(f"\r\x1b[K{text} {spent}", end="", file=stream, flush=True)
             if done.wait(1):
                 return
 
@@ -211,5 +211,4 @@ def elapsed(text: str, stream=None) -> Iterator[None]:
     finally:
         done.set()
         thread.join()
-        stream.write("\r\x1b[K")
-        stream.flush()
+        print("\r\x1b[K", end="", file=stream, flush=True)

@@ -14,8 +14,9 @@ import functools
 import hashlib
 import importlib.metadata
 import importlib.util
-from collections.abc import Iterator, Mapping
 from pathlib import Path
+
+import jax
 
 from transformer.errors import UserError
 from transformer.files import write_atomic
@@ -53,7 +54,7 @@ def load_installed() -> None:
 
 def save(folder: Path, settings) -> None:
     """Copies files that `settings` name to `folder/plugins`. Raises UserError if one changed."""
-    used = set(_strings(settings))
+    used = set(jax.tree.leaves(settings))
     for file, names in _files.values():
         if not names & used:
             continue
@@ -86,14 +87,6 @@ def load(folder: Path) -> None:
             problem = f"{file}: cannot be imported ({type(e).__name__}: {e})"
             package = "make it a package with an entry point (transformer/plugins.py)"
             raise UserError(f"{problem}; install what it imports, or {package}") from e
-
-
-def _strings(value) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping | list | tuple):
-        for item in value.values() if isinstance(value, Mapping) else value:
-            yield from _strings(item)
 
 
 def _hash(file: Path) -> str:

@@ -1,8 +1,7 @@
 """Checkpoints with Orbax.
 
-They are saved asynchronously and atomically, restored into declared shapes and shardings, and
-verified when they are read. Each checkpoint has a record (checkpoint_record.py) with a fingerprint
-of every array. All arrays that are read are compared with it.
+They are saved asynchronously and atomically, and restored into declared shapes and shardings. All
+arrays that are read are compared with their fingerprints in the record (checkpoint_record.py).
 """
 
 import contextlib
@@ -50,7 +49,6 @@ class Checkpoints:
     ):
         """`report` receives a line for each damaged checkpoint that is moved away."""
         self._config, self._report = config, report
-        self._workdir = Path(workdir)
         self.folder = epath.Path(workdir) / "checkpoints"
         options = ocp.CheckpointManagerOptions(create=True, enable_async_checkpointing=True)
         handlers = {name: ocp.PyTreeCheckpointHandler() for name in ITEMS}
@@ -141,8 +139,7 @@ class Checkpoints:
         """
         record = self._record(step)
         if record.arrays.keys() == {"params"}:
-            option = f"--config.train.init_from={self.folder.parent}"
-            way_out = f"start from them in another --workdir, with {option}"
+            way_out = f"start from them in another --workdir: train.init_from={self.folder.parent}"
             raise UserError(f"{self.folder}: contains only converted parameters; {way_out}")
         items = self._read(step, record, _items(abstract_of(record.layout)))
         self._intact.add(step)
@@ -257,7 +254,7 @@ class Checkpoints:
         return None
 
     def _set_aside(self, step: int, why: str) -> None:
-        target = self._workdir / "damaged" / str(step)
+        target = Path(self.folder.parent / "damaged" / str(step))
         barrier(f"damaged checkpoint of step {step}")
         if is_first():
             while target.exists():
@@ -278,13 +275,9 @@ def _advise_reader() -> Iterator[None]:
         raise Damaged(e.what, "restore it from a copy, or move that folder away") from e
 
 
-def size(state: TrainState) -> int:
-    """Returns the size of a checkpoint in bytes."""
-    return sum(_bytes(x) for x in jax.tree.leaves(state))
-
-
-def _bytes(x) -> int:
-    return math.prod(x.shape) * x.dtype.itemsize
+def size(arrays) -> int:
+    """Returns the bytes of arrays, such as those of a checkpoint."""
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(arrays))
 
 
 def _items(state: TrainState) -> dict:
@@ -298,20 +291,16 @@ def _parts(items: Mapping[str, Any], limit: int) -> Iterator[dict[str, Any]]:
     Each part has placeholders for the other arrays.
     """
     leaves, structure = jax.tree.flatten(dict(items))
-    part: list = [...] * len(leaves)
-    part_bytes = 0
+    parts, part_bytes = [{}], 0  # of each part: index of a leaf -> leaf
     for i, x in enumerate(leaves):
-        if part_bytes and part_bytes + _bytes(x) > limit:
-            yield _without_empty(structure.unflatten(part))
-            part, part_bytes = [...] * len(leaves), 0
-        part[i] = x
-        part_bytes += _bytes(x)
-    yield _without_empty(structure.unflatten(part))
-
-
-def _without_empty(items: dict[str, Any]) -> dict[str, Any]:
+        if part_bytes and part_bytes + size(x) > limit:
+            parts, part_bytes = [*parts, {}], 0
+        parts[-1][i] = x
+        part_bytes += size(x)
     is_empty = lambda tree: all(x is ... for x in jax.tree.leaves(tree))
-    return {name: tree for name, tree in items.items() if not is_empty(tree)}
+    for part in parts:
+        trees = structure.unflatten([part.get(i, ...) for i in range(len(leaves))])
+        yield {name: tree for name, tree in trees.items() if not is_empty(tree)}
 
 
 def _returning_failures(restore: Callable) -> Callable:

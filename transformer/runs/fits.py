@@ -43,14 +43,13 @@ def check_divisibility(config: Experiment, mesh: Mesh) -> None:
     In each bucket, batches divide over devices and micro-batches, sequences over devices.
     """
     check_stages(config.model, mesh)
-    stages, model = mesh.shape["stage"], config.model
+    stages, context, model = mesh.shape["stage"], mesh.shape["context"], config.model
     specs = [entry.get("mixer", model.mixer) for entry in model.used_pattern]
     specs = [spec for spec in specs if MIXERS.build(spec).in_order]
-    if mesh.shape["context"] > 1 and specs:
+    if context > 1 and specs:
         problem = f"model.mixer = {plain(specs[0])!r} reads tokens sequentially"
-        size = mesh.shape["context"]
-        raise UserError(f"mesh.context: {size}, but {problem}; set mesh.context=1")
-    parts = 2 * mesh.shape["context"] if mesh.shape["context"] > 1 else 1  # two chunks per device
+        raise UserError(f"mesh.context: {context}, but {problem}; set mesh.context=1")
+    parts = 2 * context if context > 1 else 1  # two chunks per device
     for width in config.data.buckets or (config.data.length,):
         decoder_width = width * config.data.decoder_length // config.data.length
         for field, tokens in (("length", width), ("target_length", decoder_width)):
@@ -77,9 +76,8 @@ def check_rounds(config: Experiment, mesh: Mesh) -> None:
     """Raises UserError for rounds without stages. A trained run is read in its own layout."""
     rounds = config.model.pipeline_rounds
     if rounds > 1 and mesh.shape["stage"] == 1:
-        problem = f"{rounds} has no effect without stages: mesh.stage > 1"
-        way_out = "set that, or leave model.pipeline_rounds at 1"
-        raise UserError(f"model.pipeline_rounds: {problem}; {way_out}")
+        way_out = "set mesh.stage > 1, or leave this at 1"
+        raise UserError(f"model.pipeline_rounds: {rounds} has no effect without stages; {way_out}")
 
 
 def check_batch(config: Experiment, share: Share) -> None:
@@ -89,7 +87,6 @@ def check_batch(config: Experiment, share: Share) -> None:
     sequences = data.batch_size * len(share.here) // share.parts
     needed, available = sequences * tokens * BYTES_PER_TOKEN, memory()
     if available and needed > available:
-        batch = f"{data.batch_size:,} sequences of {tokens:,} tokens"
-        memory_of_host = f"of this host's memory per batch, which has {format_bytes(available)}"
-        problem = f"{batch} take {format_bytes(needed)} {memory_of_host}"
-        raise UserError(f"data.batch_size: {problem}; lower data.batch_size")
+        batch = f"{data.batch_size:,} sequences of {tokens:,} tokens take {format_bytes(needed)}"
+        problem = f"{batch} of this host's memory, which has {format_bytes(available)}"
+        raise UserError(f"data.batch_size: {problem}; reduce it")

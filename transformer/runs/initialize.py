@@ -58,9 +58,8 @@ def check_tokenizer(directory: str, sha256: str) -> None:
     """Raises UserError if a run has another tokenizer: its embeddings are of other tokens."""
     file = find_tokenizer(directory)
     if file is not None and hashlib.sha256(file.read_bytes()).hexdigest() != sha256:
-        way_out = f"set data.tokenizer.path={file} to use it here"
         problem = f"{directory} was trained with another tokenizer"
-        raise UserError(f"train.init_from: {problem}; {way_out}")
+        raise UserError(f"train.init_from: {problem}; set data.tokenizer.path={file}")
 
 
 def _source(directory: Path, mesh: Mesh) -> tuple[Mapping, Callable[[str], jax.Array]]:
@@ -75,7 +74,6 @@ def _source(directory: Path, mesh: Mesh) -> tuple[Mapping, Callable[[str], jax.A
             return part(flat[path], index)
 
         return layer_shapes(run.config.model, flat), fetch
-    check_source(str(directory))
     shapes, read = open_hf(directory)
     everywhere = NamedSharding(mesh, PartitionSpec())
     return shapes, lambda name: place(read(name), everywhere)
@@ -102,12 +100,11 @@ def _match(train: TrainConfig, targets: Mapping, sources: Mapping) -> set[str]:
         skipped_axes = is_table and train.init_positions != "same"
         if tuple(targets[name][skipped_axes:]) != tuple(sources[name][skipped_axes:]):
             format_shape = lambda shape: "x".join(map(str, shape))
-            way_out = "; name it in train.init_new and train.init_drop to initialize it anew"
-            if "position_embedding" in name:
-                way_out = "; set train.init_positions"
+            anew = "name it in train.init_new and train.init_drop to initialize it anew"
+            way_out = "set train.init_positions" if "position_embedding" in name else anew
             there, here = format_shape(sources[name]), format_shape(targets[name])
             problem = f"{name} is {there} in {source} and {here} here"
-            raise UserError(f"train.init_from: {problem}{way_out}")
+            raise UserError(f"train.init_from: {problem}; {way_out}")
     return names
 
 

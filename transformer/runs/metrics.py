@@ -1,4 +1,4 @@
-"""Outputs of a run: progress lines, metrics.jsonl, TensorBoard, Weights & Biases and loss.png."""
+"""Metrics of a run: means over steps, metrics.jsonl, TensorBoard, progress lines and loss.png."""
 
 import contextlib
 import hashlib
@@ -139,7 +139,7 @@ class Progress:
     def show(
         self, step: int, loss: float, rate: float, tokens_per_second: float, seconds_per_step: float
     ) -> None:
-        """Shows the progress line. Estimates the remaining time from a moving average.
+        """Shows the progress line, with an estimate of the remaining time.
 
         `seconds_per_step` is the average over the last logging interval.
         """
@@ -150,13 +150,15 @@ class Progress:
             self._seconds_per_step = 0.7 * previous + 0.3 * seconds_per_step
             left = human_time(self._seconds_per_step * (self._steps - step))
             line += f"  {human_tokens(tokens_per_second):>6} tok/s  {left:>7} left"
-        self._write(line)
+        if self._live:
+            line = "\r\x1b[K" + line[: shutil.get_terminal_size().columns - 1]
+        self._is_open = self._live
+        print(line, end="" if self._live else "\n", file=self._stream, flush=True)
 
     def note(self, text: str) -> None:
         """Prints a permanent line after the last progress line, which stays."""
         self.close()
-        self._stream.write(text + "\n")
-        self._stream.flush()
+        print(text, file=self._stream, flush=True)
 
     def compiling(self) -> contextlib.AbstractContextManager:
         """Shows the elapsed time while the first step is compiled."""
@@ -167,15 +169,6 @@ class Progress:
         if self._is_open:
             self._stream.write("\n")
         self._is_open = False
-
-    def _write(self, line: str) -> None:
-        if self._live:
-            line = "\r\x1b[K" + line[: shutil.get_terminal_size().columns - 1]
-            self._is_open = True
-        else:
-            line += "\n"
-        self._stream.write(line)
-        self._stream.flush()
 
 
 class Diverged(UserError):

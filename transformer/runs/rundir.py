@@ -113,8 +113,7 @@ def locked(workdirs: Sequence[Path]) -> Iterator[None]:
 def check_folder(workdir: Path) -> None:
     """Raises UserError if `workdir` cannot be a run directory."""
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(workdir)):  # Path turns :// into :/
-        way_out = "choose a local one for the run (data may be on gs://)"
-        raise UserError(f"workdir: {workdir} is not a local folder; {way_out}")
+        raise UserError(f"workdir: {workdir} is not a local folder, as runs need; choose another")
     if workdir.exists() and not workdir.is_dir():
         raise UserError(f"workdir: {workdir} is a file; choose a folder")
 
@@ -152,8 +151,7 @@ def tokenizer_file(workdir: Path) -> Path | None:
         return file
     recorded = read_manifest(workdir).get("tokenizer_sha256")
     if recorded not in (None, hashlib.sha256(read_bytes(file)).hexdigest()):
-        problem = "it is not the tokenizer with which this run was trained"
-        raise UserError(f"{file}: damaged or replaced; {problem}")
+        raise UserError(f"{file}: damaged or replaced; this run was trained with another tokenizer")
     return file
 
 
