@@ -321,9 +321,8 @@ def test_untrained_workdir_accepts_another_experiment(run_config, tmp_path):
         from transformer.data.pipeline import open_data
 
         data = open_data(run_config)
-        rundir.record_start(
-            tmp_path / "run", run_config, mesh, 1, data.tokenizer, {"data": data.describe()}
-        )
+        origin = {"data": data.describe()}
+        rundir.record_start(tmp_path / "run", run_config, mesh, data.tokenizer, origin)
     other = dataclasses.replace(run_config, seed=7)
     rundir.check(tmp_path / "run", other)
     (tmp_path / "run" / "checkpoints" / "5").mkdir(parents=True)
@@ -381,7 +380,7 @@ def test_restart_removes_the_previous_tokenizer(run_config, tmp_path):
 
     (tmp_path / "tokenizer.json").write_text("{}")
     with use(make_mesh(run_config.mesh)) as mesh:
-        rundir.record_start(tmp_path, run_config, mesh, 1, open_data(run_config).tokenizer, {})
+        rundir.record_start(tmp_path, run_config, mesh, open_data(run_config).tokenizer, {})
     assert sorted(f.name for f in tmp_path.iterdir()) == [
         "config.json",
         "manifest.json",

@@ -57,9 +57,9 @@ def from_hf(directory: Path, workdir: Path, overrides: Mapping[str, str]) -> Exp
         sharding_of = flatten(shardings.params)
         put = lambda path, x: place(x, sharding_of[path])
         params = read_params(family, config.model, tensors, put)
-        origin = {"converted_from": str(directory.resolve())}
         parameters = sum(math.prod(x.shape) for x in jax.tree.leaves(params))
-        rundir.record_start(unfinished, config, mesh, parameters, tokenizer, origin)
+        origin = {"parameters": parameters, "converted_from": str(directory.resolve())}
+        rundir.record_start(unfinished, config, mesh, tokenizer, origin)
         checkpoints = Checkpoints(unfinished, config.train)
         checkpoints.save_params(params)
         checkpoints.close()

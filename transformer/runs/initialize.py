@@ -26,9 +26,7 @@ from transformer.runs.rundir import load_config
 from transformer.training.state import TrainState
 
 
-def start_from(
-    config: Experiment, state: TrainState, shardings: TrainState, mesh: Mesh
-) -> TrainState:
+def start_from(config: Experiment, state: TrainState, shardings, mesh: Mesh) -> TrainState:
     """Returns `state` with parameters of `train.init_from`. Raises UserError with any mismatch."""
     train, model, targets = config.train, config.model, flatten(state.params)
     shapes, fetch = _source(Path(train.init_from), mesh)

@@ -80,9 +80,7 @@ def stop_signals() -> Iterator[Callable[[int], bool]]:
 
 
 @contextlib.contextmanager
-def recorded(
-    signals: Iterable[int], act: Callable[[int], None] = lambda number: None
-) -> Iterator[list[int]]:
+def recorded(signals: Iterable[int], act: Callable = lambda number: None) -> Iterator[list[int]]:
     """Yields the list of these signals that the process has received while the context is open.
 
     Calls `act` on each. A second Ctrl-C raises KeyboardInterrupt.

@@ -130,7 +130,7 @@ class Progress:
     """The progress line: updated in place in a terminal, else one every `log_every` steps."""
 
     def __init__(self, steps: int, stream=None):
-        self._steps = steps
+        self.steps = steps
         self._stream = stream or sys.stderr
         self._live = self._stream.isatty()
         self._seconds_per_step = 0.0
@@ -143,12 +143,12 @@ class Progress:
 
         `seconds_per_step` is the average over the last logging interval.
         """
-        done = f"step {step:>{len(f'{self._steps:,}')},}/{self._steps:,}  {step / self._steps:4.0%}"
+        done = f"step {step:>{len(f'{self.steps:,}')},}/{self.steps:,}  {step / self.steps:4.0%}"
         line = f"{done}  loss {loss:6.3f}  lr {rate:.1e}"
         if tokens_per_second:
             previous = self._seconds_per_step or seconds_per_step
             self._seconds_per_step = 0.7 * previous + 0.3 * seconds_per_step
-            left = human_time(self._seconds_per_step * (self._steps - step))
+            left = human_time(self._seconds_per_step * (self.steps - step))
             line += f"  {human_tokens(tokens_per_second):>6} tok/s  {left:>7} left"
         if self._live:
             line = "\r\x1b[K" + line[: shutil.get_terminal_size().columns - 1]
@@ -187,17 +187,9 @@ class Recorder:
     """
 
     def __init__(
-        self,
-        log: MetricsLog,
-        progress: Progress,
-        rate: Callable,
-        every: int,
-        steps: int,
-        window: dict[str, float],
-        together: int = 1,
+        self, log: MetricsLog, progress: Progress, rate: Callable, every: int, window, together=1
     ):
-        self._log, self._progress, self._rate = log, progress, rate
-        self._every, self._steps = every, steps
+        self._log, self._progress, self._rate, self._every = log, progress, rate, every
         self._together = {"time/together": together} if together > 1 else {}
         self.window = dict(window)
         self._late: tuple[int, dict] | None = None
@@ -230,7 +222,7 @@ class Recorder:
         else:
             self._timed_tokens += values["tokens"]
             self._timed_steps += 1
-        if step % self._every == 0 or step == self._steps:
+        if step % self._every == 0 or step == self._progress.steps:
             self._line(step)
 
     def _line(self, step: int) -> None:

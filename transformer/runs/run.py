@@ -159,13 +159,7 @@ class Start(NamedTuple):
 
 
 def begin(
-    config: Experiment,
-    workdir: Path,
-    mesh: Mesh,
-    *,
-    together: int = 1,
-    prints: bool = True,
-    verbose: bool = False,
+    config: Experiment, workdir: Path, mesh: Mesh, *, together=1, prints=True, verbose=False
 ) -> Run:
     """Prepares everything that a run needs before its first step.
 
@@ -182,9 +176,8 @@ def begin(
     targets = {"tensorboard": config.train.tensorboard, "wandb": config.train.wandb}
     log = MetricsLog(workdir, start.step, writes=is_first(), **targets, config=to_mapping(config))
     barrier("reading of earlier metrics")
-    every, steps = config.train.log_every, config.train.steps
-    rate = schedule(config.optimizer, steps)
-    recorder = Recorder(log, progress, rate, every, steps, start.window, together)
+    rate = schedule(config.optimizer, config.train.steps)
+    recorder = Recorder(log, progress, rate, config.train.log_every, start.window, together)
     train_step = make_train_step(config, program.model, program.optimizer, mesh, program.shardings)
     eval_step = make_eval_step(config, program.model, mesh, program.shardings.params)
     steps, outputs = (train_step, eval_step), (checkpoints, log, progress, recorder)
@@ -248,10 +241,11 @@ def record_run(
     """Step 4: records the run in its directory and returns a summary."""
     config, mesh, params, data = program.config, program.mesh, program.abstract.params, text.data
     backends = attention_backends(config, program.model, params, text.train[0], mesh)
-    origin = {"data": data.describe(), "attention_backends": backends, "trained_together": together}
+    origin = {"parameters": sum(math.prod(x.shape) for x in jax.tree.leaves(params))}
+    origin |= {"data": data.describe(), "attention_backends": backends}
+    origin["trained_together"] = together
     if is_first():
-        parameters = sum(math.prod(x.shape) for x in jax.tree.leaves(params))
-        rundir.record_start(workdir, config, mesh, parameters, data.tokenizer, origin)
+        rundir.record_start(workdir, config, mesh, data.tokenizer, origin)
     barrier("writing of the run directory")
     if not (workdir / "config.json").exists():
         problem = "cannot see the files that process 0 wrote"

@@ -179,17 +179,13 @@ def load_config(workdir: Path) -> Experiment:
 
 
 def record_start(
-    workdir: Path,
-    config: Experiment,
-    mesh: Mesh,
-    parameters: int,
-    tokenizer: Tokenizer | None,
-    origin: dict,
+    workdir: Path, config: Experiment, mesh: Mesh, tokenizer: Tokenizer | None, origin: dict
 ) -> None:
     """Writes config.json, the tokenizer and manifest.json of this experiment to the directory.
 
     The manifest records what the results depend on: versions, commit, devices and mesh and, in
-    `origin`, data hashes and attention backends. It keeps an entry for every earlier start.
+    `origin`, the number of parameters, data hashes and attention backends. It keeps an entry for
+    every earlier start.
     """
     plugins.save(workdir, to_mapping(config))
     workdir.mkdir(parents=True, exist_ok=True)
@@ -207,7 +203,6 @@ def record_start(
         "platform": mesh.devices.flat[0].platform,
         "processes": jax.process_count(),
         "mesh": dict(mesh.shape),
-        "parameters": parameters,
         **origin,
     }
     if tokenizer is not None:
