@@ -28,7 +28,7 @@ def other_process():
 
 
 def test_run_directory_in_use_raises_and_names_the_holder(tmp_path, other_process):
-    claim = rundir.lock(tmp_path / "run")
+    claim = Claim(tmp_path / "run" / rundir.LOCK)
     with rundir.locked([tmp_path / "run"]):
         assert claim.is_held_by(os.getpid())
         claim.hand_over(other_process.pid)

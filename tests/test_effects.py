@@ -354,10 +354,10 @@ def test_infeasible_runs_raise_before_training(tmp_path):
         UserError,
         match="data.batch_size: 1,000,000,000 sequences of 16 tokens take .* lower data.batch_size",
     ):
-        fits.check_batch(experiment(data={"batch_size": 1_000_000_000}), Share(single_device))
-    fits.check_batch(experiment(), Share(single_device))
+        fits.check_training(experiment(data={"batch_size": 1_000_000_000}), Share(single_device))
+    fits.check_training(experiment(), Share(single_device))
     with pytest.raises(UserError, match="model.pipeline_rounds: 2 has no effect without stages"):
-        fits.check_rounds(experiment({"pipeline_rounds": 2}), single_device)
+        fits.check_training(experiment({"pipeline_rounds": 2}), Share(single_device))
     with pytest.raises(
         UserError, match=r"train.init_from: .* is neither a run \(checkpoints/\) nor a Hugging Face"
     ):

@@ -198,7 +198,7 @@ def test_inspect_writes_one_page(family, tmp_path, capsys):
     capsys.readouterr()
     for arguments, message in (
         (["--text= "], "--text: empty"),
-        (["--text=a", "--output=/nowhere/x.html"], "its folder does not exist"),
+        (["--text=a", "--output=/nowhere/x.html"], "its folder is missing"),
         *(() if target else ((["--text=a", "--target=b"], "takes one text"),)),
     ):
         assert main(["inspect", f"--workdir={folder}", *arguments]) == 2

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from transformer import cli, plugins
+from transformer import cli, registry
 from transformer.config import TokenizerConfig
 from transformer.data.tokenizer import SentencePiece, train_tokenizer
 from transformer.errors import TemporaryError, UserError
@@ -151,11 +151,11 @@ def test_changed_plugin_is_reported(tmp_path, monkeypatch):
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
     run_file(tmp_path / "experiment.py", 1)
-    plugins.save(tmp_path / "run", {"position": "changed_plugin"})
-    plugins.load(tmp_path / "run")
+    registry.save_plugins(tmp_path / "run", {"position": "changed_plugin"})
+    registry.load_plugins(tmp_path / "run")
     (tmp_path / "run" / "plugins" / "experiment.py").write_text(code.format(2))
     with pytest.raises(UserError, match=r"experiment.py has changed since it was copied to "):
-        plugins.load(tmp_path / "run")
+        registry.load_plugins(tmp_path / "run")
 
 
 def test_entry_point_of_an_installed_package_registers_its_classes(tmp_path, monkeypatch):
@@ -172,7 +172,7 @@ def test_entry_point_of_an_installed_package_registers_its_classes(tmp_path, mon
     (package / "schemes.py").write_text(code + "class Installed(transformer.Position):\n    pass\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(SCHEMES, "_classes", dict(SCHEMES))
-    plugins.load_installed.__wrapped__()
+    registry.load_installed.__wrapped__()
     assert SCHEMES["installed"].__module__ == "my_package.schemes"
     (package / "schemes.py").write_text("1 / 0")
     monkeypatch.delitem(sys.modules, "my_package.schemes")
@@ -181,7 +181,7 @@ def test_entry_point_of_an_installed_package_registers_its_classes(tmp_path, mon
         match="plugin 'my_package.schemes' of package 'my-package' cannot be imported "
         r"\(ZeroDivisionError: division by zero\); repair it, or uninstall",
     ):
-        plugins.load_installed.__wrapped__()
+        registry.load_installed.__wrapped__()
 
 
 def test_damaged_text_files_of_a_run_raise(tmp_path):

@@ -1,8 +1,6 @@
 """Validation that all configs share. Each error is one line with the field, the value and a fix.
 
-`@strict(section, effects)` turns a dataclass into a config. Its constructor accepts values of the
-annotated types only, rejects numbers that float32 cannot hold, and rejects fields that have no
-effect. The other functions of this module check single fields.
+`@strict(section, effects)` turns a dataclass into a config. Other functions check single fields.
 """
 
 import dataclasses
@@ -33,39 +31,35 @@ LARGEST = 2**31 - 1
 
 
 def at_least(section: str, config, minimum, *fields: str) -> None:
-    """Raises UserError unless these fields are at least `minimum` and finite.
-
-    Integers must also be at most LARGEST.
-    """
-    for field in fields:
-        value = getattr(config, field)
-        if not value >= minimum:  # also rejects NaN
-            raise UserError(f"{section}.{field}: {value} is too small; at least {minimum}")
-        _bounded(section, field, value)
+    """Raises UserError unless these fields are finite, >= minimum and, if integers, <= LARGEST."""
+    too_small = f"is too small; at least {minimum}"
+    _check_numbers(section, config, fields, lambda value: value >= minimum, too_small)
 
 
 def positive(section: str, config, *fields: str) -> None:
     """Raises UserError unless these fields are finite, > 0 and, if integers, <= LARGEST."""
+    _check_numbers(section, config, fields, lambda value: value > 0, "must be more than 0")
+
+
+def _check_numbers(section: str, config, fields, is_large_enough, too_small: str) -> None:
     for field in fields:
-        value = getattr(config, field)
-        if not value > 0:
-            raise UserError(f"{section}.{field}: {value} must be more than 0")
-        _bounded(section, field, value)
-
-
-def _bounded(section: str, field: str, value) -> None:
-    if not math.isfinite(value) or (isinstance(value, int) and value > LARGEST):
-        problem = f"too large; at most {LARGEST:,}" if isinstance(value, int) else "not finite"
-        raise UserError(f"{section}.{field}: {value} is {problem}")
+        value, problem = getattr(config, field), None
+        if not is_large_enough(value):  # also NaN
+            problem = too_small
+        elif not math.isfinite(value):
+            problem = "is not finite"
+        elif isinstance(value, int) and value > LARGEST:
+            problem = f"is too large; at most {LARGEST:,}"
+        if problem:
+            raise UserError(f"{section}.{field}: {value} {problem}")
 
 
 def at_most(section: str, config, maximum, **why: str) -> None:
     """Raises UserError if a field of `config` exceeds `maximum`. `why` maps fields to reasons."""
     for field, reason in why.items():
-        value = getattr(config, field)
-        if value > maximum:
-            limit = f"at most {maximum:,}: {reason}"
-            raise UserError(f"{section}.{field}: {value:,} is too large; {limit}")
+        x = getattr(config, field)
+        if x > maximum:
+            raise UserError(f"{section}.{field}: {x:,} is too large; at most {maximum:,}: {reason}")
 
 
 def in_unit_interval(section: str, config, *fields: str) -> None:
@@ -146,8 +140,7 @@ def strict(section: str, effects: tuple[Effect, ...] = ()):
                 raise UserError(f"{cls.__name__}: {problem}; pass them as FIELD=VALUE")
             positional = dict(zip(fields, args, strict=False))
             if twice := [name for name in positional if name in values]:
-                how = "given twice, by position and by name"
-                raise UserError(f"{path}{twice[0]}: {how}; leave one out")
+                raise UserError(f"{path}{twice[0]}: given twice, also by position; leave one out")
             if unknown := [name for name in values if name not in fields]:
                 way_out = nearest(unknown[0], fields)
                 raise UserError(f"{cls.__name__}.{unknown[0]}: no such field; {way_out}")

@@ -1,7 +1,6 @@
 """The experiment: one frozen dataclass that contains the configs of all packages.
 
-Configs are validated when they are built. An invalid combination raises a UserError that names the
-field, the value and a fix. config_io.py reads experiments from files and from the command line.
+Configs are validated when they are built. config_io.py reads experiments from files.
 """
 
 import dataclasses

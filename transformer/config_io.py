@@ -1,8 +1,4 @@
-"""Reads experiments from files, mappings and the command line.
-
-An experiment file sets only the fields that differ from the defaults. An unknown key or a value of
-the wrong type raises a UserError that names the field, the value and the nearest valid name.
-"""
+"""Reads experiments and sweeps from files, and applies the overrides of the command line."""
 
 import contextlib
 import dataclasses
@@ -56,8 +52,7 @@ def load_sweep(file: str) -> Sweep:
     """Loads the sweep of an experiment file. Raises UserError if the file defines none."""
     experiment_file = _open(file)
     if experiment_file.arm:
-        way_out = f"leave out :{experiment_file.arm}"
-        raise UserError(f"--config: {file!r} names one arm, but a sweep uses all; {way_out}")
+        raise UserError(f"--config: {file!r} names one arm; leave out :{experiment_file.arm}")
     with _errors_in(experiment_file.path):
         return experiment_file.sweep()
 
@@ -125,7 +120,11 @@ def _open(file: str) -> _File:
     name, *parts = file.split(":")
     path = _existing(name)
     with _errors_in(path):
-        module = _module(path)
+        spec = importlib.util.spec_from_file_location(path.stem, path.absolute())
+        if spec is None or spec.loader is None:
+            raise UserError(f"--config: {str(path)!r} is neither a Python file nor a config.json")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
         if not hasattr(module, "get_config"):
             raise UserError(f"--config: {name!r} defines no get_config()")
         takes_arg = bool(inspect.signature(module.get_config).parameters)
@@ -151,15 +150,6 @@ def _existing(name: str) -> Path:
     if not Path(name).is_file():
         raise UserError(f"no file {name!r}; the shipped experiments are in experiments/")
     return Path(name)
-
-
-def _module(path: Path):
-    spec = importlib.util.spec_from_file_location(path.stem, path.absolute())
-    if spec is None or spec.loader is None:
-        raise UserError(f"--config: {str(path)!r} is neither a Python file nor a config.json")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @contextlib.contextmanager

@@ -1,19 +1,35 @@
-"""Registries of the classes that a config chooses by name.
+"""Registries of the classes that a config chooses by name, and the plugins that extend them.
 
 A registry imports the modules of its package at the first lookup. A new file in the package
 therefore needs no other change, and the base module never imports the modules that depend on it.
+
+Plugins are code outside this package. An experiment file, or a module that it imports, registers a
+class with the same decorator as this package does, for example
+`@transformer.SCHEMES.register("name")`. A run directory keeps a copy of that file in `plugins/`, so
+that every later command on the directory finds the class.
+
+An installed package lists a module that registers its classes as an entry point:
+
+    [project.entry-points."transformer.plugins"]
+    my_package = "my_package.schemes"
 """
 
 import dataclasses
-import importlib
+import functools
+import hashlib
+import importlib.metadata
+import importlib.util
 import pkgutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import TypeVar, dataclass_transform
 
-from transformer import plugins
+import jax
+
 from transformer.checks import build_choice
 from transformer.errors import UserError
+from transformer.files import write_atomic
 
 C = TypeVar("C", bound=type)
 
@@ -41,7 +57,7 @@ class Registry(Mapping[str, type]):
             if "__dataclass_fields__" not in vars(cls):
                 cls = dataclasses.dataclass(frozen=True)(cls)
             known, is_ours = self._classes.get(name), cls.__module__.startswith("transformer.")
-            origin = "" if is_ours else plugins.record(file, name)
+            origin = "" if is_ours else _record(file, name)
             same_class = known and known.__qualname__ == cls.__qualname__
             same_origin = origin == self._origins.get(name) != ""
             if known and not (same_class and (known.__module__ == cls.__module__ or same_origin)):
@@ -65,7 +81,7 @@ class Registry(Mapping[str, type]):
             for module in pkgutil.iter_modules(folder.__path__, f"{self._package}."):
                 importlib.import_module(module.name)
             self._is_loaded = True
-            plugins.load_installed()
+            load_installed()
         return self._classes
 
     def __getitem__(self, name: str) -> type:
@@ -79,3 +95,73 @@ class Registry(Mapping[str, type]):
 
     def __repr__(self) -> str:
         return f"<registry of {self._field}: {', '.join(self)}>"
+
+
+_files: dict[str, tuple[Path, set[str]]] = {}
+"""Hash -> (file, names), of the files outside this package that registered classes."""
+
+
+def _record(file: str | None, name: str) -> str:
+    """Records that `file` registers a class as `name`. Returns the hash of the file.
+
+    Returns "" for an installed package, and for a class known to this interpreter only.
+    """
+    if not file or not Path(file).is_file() or "site-packages" in Path(file).parts:
+        return ""
+    sha256 = _hash(Path(file))
+    _files.setdefault(sha256, (Path(file), set()))[1].add(name)
+    return sha256
+
+
+@functools.cache
+def load_installed() -> None:
+    """Imports the entry points of installed packages, once."""
+    for entry in importlib.metadata.entry_points(group="transformer.plugins"):
+        try:
+            entry.load()
+        except Exception as e:
+            name = entry.dist.name if entry.dist else entry.name
+            problem = f"plugin {entry.value!r} of package {name!r} cannot be imported"
+            way_out = "repair it, or uninstall the package"
+            raise UserError(f"{problem} ({type(e).__name__}: {e}); {way_out}") from e
+
+
+def save_plugins(folder: Path, settings) -> None:
+    """Copies files that `settings` name to `folder/plugins`. Raises UserError if one changed."""
+    used = set(jax.tree.leaves(settings))
+    for file, names in _files.values():
+        if not names & used:
+            continue
+        copy = folder / "plugins" / file.name
+        if copy.exists() and copy.read_bytes() != file.read_bytes():
+            problem = f"{file} has changed since it was copied to {copy}"
+            raise UserError(f"--workdir: {problem}; restore it, or choose another directory")
+        if not copy.exists():
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(copy, file.read_bytes())
+
+
+def load_plugins(folder: Path) -> None:
+    """Imports the files in `folder/plugins`, unless this process has already imported them."""
+    for file in sorted((folder / "plugins").glob("*.py")):
+        if _hash(file) in _files:
+            continue
+        spec = importlib.util.spec_from_file_location(f"plugin_{_hash(file)[:12]}", file)
+        module = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(module)
+        except UserError:
+            for other, _ in _files.values():
+                if other.name == file.name:
+                    problem = f"{other} has changed since it was copied to {file}"
+                    way_out = "restore it, or choose another directory"
+                    raise UserError(f"{problem}; {way_out}") from None
+            raise
+        except Exception as e:
+            problem = f"{file}: cannot be imported ({type(e).__name__}: {e})"
+            package = "make it a package with an entry point (docs/extending/index.md)"
+            raise UserError(f"{problem}; install what it imports, or {package}") from e
+
+
+def _hash(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()

@@ -81,8 +81,7 @@ def arms(**named: Changes) -> Grid:
     """Returns named points: arms(plain={}, deep={"model.num_decoder_layers": 24})."""
     for name, changes in named.items():
         if not isinstance(changes, Mapping):
-            expected = "expected a mapping of fields, {'model.d_ff': 512}"
-            raise UserError(f"sweep: arms({name}={changes!r}): {expected}")
+            raise UserError(f"sweep: arms({name}={changes!r}): expected a mapping of fields")
     return Grid(tuple(Point(name, dict(changes)) for name, changes in named.items()))
 
 
@@ -230,8 +229,7 @@ class Sweep:
             way_out = "set a positive number or a list of distinct seeds"
             raise UserError(f"sweep: seeds: {self.seeds!r}; {way_out}")
         if any("seed" in point.changes for point in self.grid.points):
-            way_out = "use Sweep(..., seeds=N), the same for all arms"
-            raise UserError(f"sweep: 'seed' varies in the grid; {way_out}")
+            raise UserError("sweep: 'seed' varies in the grid; use Sweep(..., seeds=N)")
         if self.match not in ("", "parameters", "flops", "time"):
             way_out = nearest(self.match, ("parameters", "flops", "time"))
             raise UserError(f"sweep: match: {self.match!r}; {way_out}")
@@ -253,11 +251,9 @@ class Sweep:
         object.__setattr__(self, "tune", numbers)
         for number in numbers:
             if not isinstance(number, Tuned):
-                way_out = "set tuned(FIELD, LOW, HIGH), or several of them"
-                raise UserError(f"sweep: tune: {number!r}; {way_out}")
+                raise UserError(f"sweep: tune: {number!r}; set tuned(FIELD, LOW, HIGH)")
             if number.field in self.fields:
-                way_out = "remove it from one"
-                raise UserError(f"sweep: tune: {number.field!r} also varies in the grid; {way_out}")
+                raise UserError(f"sweep: tune: {number.field!r} also varies in the grid; drop one")
         if len({number.field for number in numbers}) < len(numbers) or len(numbers) > 3:
             raise UserError(f"sweep: tune: {len(numbers)} numbers; set up to three different ones")
         if type(self.tune_seeds) is not int or self.tune_seeds < 1:

@@ -10,13 +10,13 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from transformer import plugins
 from transformer.claims import Claim
 from transformer.config import Experiment
 from transformer.errors import UserError
 from transformer.files import read_json, write_atomic
 from transformer.lab.guard import Facts
 from transformer.mapping import from_mapping, to_mapping
+from transformer.registry import load_plugins, save_plugins
 from transformer.runs.metrics import read_metrics
 from transformer.runs.rundir import different_fields
 from transformer.sweeps import Grid, Point, Sweep, Tuned
@@ -167,7 +167,7 @@ class Study:
     def write(self) -> None:
         """Writes sweep.json, after `check`."""
         self.check()
-        plugins.save(self.folder, [to_mapping(config) for config in self.configs.values()])
+        save_plugins(self.folder, [to_mapping(config) for config in self.configs.values()])
         self.folder.mkdir(parents=True, exist_ok=True)
         names = [field.name for field in dataclasses.fields(self.sweep) if field.name != "grid"]
         fields = {name: getattr(self.sweep, name) for name in names}
@@ -187,7 +187,7 @@ def load_study(folder: Path) -> Study:
     if not file.exists():
         raise UserError(f"--workdir: no sweep in {folder} (no sweep.json)")
     tree = read_json(file)
-    plugins.load(Path(folder))
+    load_plugins(Path(folder))
     try:
         arms = tree.pop("arms")
         source = {key: tree.pop(key) for key in ("file", "text", "overrides") if key in tree}

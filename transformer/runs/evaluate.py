@@ -77,8 +77,7 @@ def load_trained(
     workdir, train = Path(workdir), config.train
     checkpoints = Checkpoints(workdir, train) if (workdir / "checkpoints").exists() else None
     if not checkpoints or not checkpoints.steps:
-        way_out = "continue training, or set train.checkpoint_every"
-        raise UserError(f"{option}: {workdir} has no checkpoint yet; {way_out}")
+        raise UserError(f"{option}: {workdir} has no checkpoint yet; continue training")
     config = dataclasses.replace(config, model=checkpoints.layout(config.model))
     optimizer = build_optimizer(config.optimizer, train.steps, config.model)
     abstract, shardings = abstract_state(config, build_model(config.model), optimizer, mesh)

@@ -106,8 +106,7 @@ def _tokenizer_config(hf_config: Mapping, model: ModelConfig, source_begins) -> 
 def _experiment(model: ModelConfig, tokenizer_config: TokenizerConfig) -> Experiment:
     if not model.lm_head and not model.num_labels:  # its objective would require train.init_from
         needed = "a run needs a language-model head or a classifier"
-        way_out = "convert a model that has one"
-        raise UserError(f"this {model.family} has no head; {needed}, so {way_out}")
+        raise UserError(f"this {model.family} has no head; {needed}")
     objectives = {"encoder": "masked_lm", "decoder": "causal_lm", "encoder_decoder": "seq2seq"}
     objective = objectives[model.family]
     if not model.lm_head:

@@ -23,8 +23,7 @@ def check_stages(model: ModelConfig, mesh: Mesh) -> None:
     if stages == 1:
         return
     if not model.scan_layers:
-        way_out = "set model.scan_layers=True, or mesh.stage=1"
-        raise UserError(f"mesh.stage: {stages}, but layers are not scanned; {way_out}")
+        raise UserError(f"mesh.stage: {stages}, but layers are not scanned; set model.scan_layers")
     for side in model.sides:
         periods = model.num_layers(side) // model.period(side)
         if periods % (stages * model.pipeline_rounds):
@@ -72,21 +71,19 @@ def check_divisibility(config: Experiment, mesh: Mesh) -> None:
             raise UserError(f"data.batch_size: {problem}")
 
 
-def check_rounds(config: Experiment, mesh: Mesh) -> None:
-    """Raises UserError for rounds without stages. A trained run is read in its own layout."""
-    rounds = config.model.pipeline_rounds
-    if rounds > 1 and mesh.shape["stage"] == 1:
+def check_training(config: Experiment, share: Share) -> None:
+    """Raises UserError for rounds without stages, or if a batch exceeds this host's memory.
+
+    Other commands have no such batch, and read a trained run in its own layout.
+    """
+    data, rounds = config.data, config.model.pipeline_rounds
+    if rounds > 1 and share.mesh.shape["stage"] == 1:
         way_out = "set mesh.stage > 1, or leave this at 1"
         raise UserError(f"model.pipeline_rounds: {rounds} has no effect without stages; {way_out}")
-
-
-def check_batch(config: Experiment, share: Share) -> None:
-    """Raises UserError if this process's part of a batch does not fit in the host's memory."""
-    data = config.data
     tokens = data.length + (data.decoder_length if config.model.is_encoder_decoder else 0)
     sequences = data.batch_size * len(share.here) // share.parts
     needed, available = sequences * tokens * BYTES_PER_TOKEN, memory()
     if available and needed > available:
         batch = f"{data.batch_size:,} sequences of {tokens:,} tokens take {format_bytes(needed)}"
         problem = f"{batch} of this host's memory, which has {format_bytes(available)}"
-        raise UserError(f"data.batch_size: {problem}; reduce it")
+        raise UserError(f"data.batch_size: {problem}; lower data.batch_size")

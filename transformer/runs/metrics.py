@@ -2,7 +2,6 @@
 
 import contextlib
 import hashlib
-import importlib.util
 import io
 import json
 import math
@@ -86,12 +85,6 @@ class MetricsLog:
             self._wandb.finish()
         if self._writes:
             plot_loss(self._path.parent)
-
-
-def check_wandb(project: str) -> None:
-    """Raises UserError if a Weights & Biases project is set but wandb is not installed."""
-    if project and importlib.util.find_spec("wandb") is None:
-        raise UserError("train.wandb needs the extra [wandb]: pip install -e '.[wandb]'")
 
 
 def read_metrics(workdir: Path) -> list[dict]:

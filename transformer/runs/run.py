@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import hashlib
+import importlib.util
 import io
 import json
 import math
@@ -15,6 +16,7 @@ import optax
 from flax import linen as nn
 from jax.sharding import Mesh
 
+from transformer.claims import Claim
 from transformer.config import Experiment
 from transformer.data.batching import Batches
 from transformer.data.pipeline import Data, open_data
@@ -31,9 +33,9 @@ from transformer.parallel.processes import agree, barrier, is_first, process_zer
 from transformer.parallel.sharding import Share
 from transformer.runs import rundir
 from transformer.runs.checkpoint import Checkpoints, size
-from transformer.runs.fits import check_batch, check_divisibility, check_rounds
+from transformer.runs.fits import check_divisibility, check_training
 from transformer.runs.initialize import check_source, check_tokenizer, start_from
-from transformer.runs.metrics import Diverged, MetricsLog, Progress, Recorder, check_wandb
+from transformer.runs.metrics import Diverged, MetricsLog, Progress, Recorder
 from transformer.runs.summary import summary
 from transformer.training.optimizer import build_optimizer, schedule
 from transformer.training.state import TrainState, abstract_state, init_state, layout, relayout
@@ -124,7 +126,7 @@ class Run:
         """Saves a checkpoint with the position in the data and the open logging interval."""
         with self.recorder.untimed():
             if is_first():
-                rundir.lock(self.workdir).check()
+                Claim(self.workdir / rundir.LOCK).check()
             loop = {"data_step": self.step, "window": dict(self.recorder.window)}
             loop["text_sha256"] = self.text.data.store.meta["train"]["sha256"]
             self.checkpoints.save(self.state, self.step, loop, layout(self.config.model))
@@ -189,9 +191,9 @@ def check(config: Experiment, workdir: Path, mesh: Mesh) -> Program:
     mapping = json.dumps(to_mapping(config), sort_keys=True)
     agree("the config", hashlib.sha256(mapping.encode()).hexdigest())
     check_divisibility(config, mesh)
-    check_rounds(config, mesh)
-    check_batch(config, Share(mesh))
-    check_wandb(config.train.wandb)
+    check_training(config, Share(mesh))
+    if config.train.wandb and importlib.util.find_spec("wandb") is None:
+        raise UserError("train.wandb needs the extra [wandb]: pip install -e '.[wandb]'")
     rundir.check(workdir, config)
     if config.train.init_from and not rundir.has_checkpoint(workdir):
         check_source(config.train.init_from)

@@ -20,7 +20,6 @@ import jax
 from flax.traverse_util import flatten_dict
 from jax.sharding import Mesh
 
-from transformer import plugins
 from transformer.claims import Claim, holding
 from transformer.config import Experiment
 from transformer.data.tokenizer import FILES, Tokenizer, find_tokenizer
@@ -30,7 +29,10 @@ from transformer.mapping import from_mapping, to_mapping
 from transformer.model.special_tokens import SPECIAL_TOKENS
 from transformer.output import listed
 from transformer.parallel.processes import is_first, max_over_processes
+from transformer.registry import load_plugins, save_plugins
 from transformer.version import __version__
+
+LOCK = "lock"  # the claim of the process that trains in a run directory
 
 OUTPUT_FIELDS = (
     "platform", "train.log_every", "train.eval_every", "train.tensorboard", "train.wandb",
@@ -56,7 +58,7 @@ other parts (`accumulate`, `pipeline_microbatches`).
 def check(workdir: Path, config: Experiment) -> None:
     """Raises UserError, with the differences, if the directory holds another experiment."""
     check_folder(workdir)
-    is_foreign = lambda file: file.suffix != ".tmp" and file.name != "lock"
+    is_foreign = lambda file: file.suffix != ".tmp" and file.name != LOCK
     if (workdir / "checkpoints").exists() and not (workdir / "checkpoints").is_dir():
         raise UserError(f"workdir: {workdir / 'checkpoints'} is a file, not a folder; remove it")
     if not (workdir / "config.json").exists():
@@ -79,11 +81,6 @@ def check(workdir: Path, config: Experiment) -> None:
         raise UserError(f"workdir: {workdir} contains a different experiment: {changes}; {way_out}")
 
 
-def lock(workdir: Path) -> Claim:
-    """Returns the claim of the process that trains in this directory."""
-    return Claim(workdir / "lock")
-
-
 @contextlib.contextmanager
 def locked(workdirs: Sequence[Path]) -> Iterator[None]:
     """Ensures that no other process, which UserError names, trains in these directories.
@@ -96,7 +93,7 @@ def locked(workdirs: Sequence[Path]) -> Iterator[None]:
         error = None
         if is_first():
             try:
-                claims.enter_context(holding([lock(workdir) for workdir in workdirs]))
+                claims.enter_context(holding([Claim(workdir / LOCK) for workdir in workdirs]))
             except UserError as e:
                 error = e
         if max_over_processes(int(error is not None)):
@@ -135,12 +132,11 @@ def read_manifest(workdir: Path) -> dict:
     """Returns the manifest of a run. Raises UserError if it is damaged."""
     file = workdir / "manifest.json"
     manifest = read_json(file)
-    for name, kind in _MANIFEST_KINDS.items():
+    for name, cls in _MANIFEST_KINDS.items():
         section, _, key = name.rpartition(".")
         tree = manifest.get(section, {}) if section else manifest
-        if key in tree and not isinstance(tree[key], kind):
-            found = f"expected {kind.__name__}, got {tree[key]!r}"
-            raise UserError(f"{file}: damaged ({name}: {found})")
+        if key in tree and not isinstance(tree[key], cls):
+            raise UserError(f"{file}: damaged ({name}: expected {cls.__name__}, got {tree[key]!r})")
     return manifest
 
 
@@ -174,7 +170,7 @@ def load_config(workdir: Path) -> Experiment:
         problem = f"version {written} of this package wrote {workdir}, but this is {__version__}"
         way_out = "read it with that version, or train again in another directory"
         raise UserError(f"workdir: {problem}; {way_out}")
-    plugins.load(workdir)
+    load_plugins(workdir)
     return from_mapping(Experiment, read_json(file))
 
 
@@ -187,7 +183,7 @@ def record_start(
     `origin`, the number of parameters, data hashes and attention backends. It keeps an entry for
     every earlier start.
     """
-    plugins.save(workdir, to_mapping(config))
+    save_plugins(workdir, to_mapping(config))
     workdir.mkdir(parents=True, exist_ok=True)
     write_json(workdir / "config.json", to_mapping(config))
     manifest = {

@@ -39,8 +39,7 @@ def run(args, overrides) -> int:
     config, mesh = open_run(args, overrides)
     output = args.output or args.workdir / "inspect.html"
     if not output.resolve().parent.is_dir() or output.is_dir():
-        problem = f"{output} is a folder, or its folder does not exist"
-        raise UserError(f"--output: {problem}; name a file")
+        raise UserError(f"--output: {output} is a folder, or its folder is missing; name a file")
     if args.target and not config.model.is_encoder_decoder:
         raise UserError(f"--target: a {config.model.family} takes one text; put it into --text")
     for name in ("text", "target"):

@@ -74,9 +74,8 @@ def run(args, overrides) -> int:
         plans = {}
         for arm, config in configs.items():
             log_arm = (lambda line, arm=arm: log(f"{arm}: {line}")) if arm else log
-            options = {"only": only, "price": args.price, "report": log_arm}
-            options["kernels"] = kernels.get(arm, ())
-            plans[arm] = make_plan(config, machine, devices, **options)
+            options = {"only": only, "price": args.price, "kernels": kernels.get(arm, ())}
+            plans[arm] = make_plan(config, machine, devices, report=log_arm, **options)
         fits = all(plan.fits for plan in plans.values())
         text = page.compare(plans) if args.arms else page.page(plans[""])
         if args.kernels and not args.arms:
@@ -97,8 +96,7 @@ def _check(args, machine) -> tuple[str, ...]:
     if args.json and not args.json.absolute().parent.is_dir():
         raise UserError(f"--json: no folder {args.json.absolute().parent}")
     if args.search is not None and (args.search < 1 or args.arms or args.only):
-        way_out = "set 1 or more, without --arms and --only"
-        raise UserError(f"--search: {args.search} is not valid; {way_out}")
+        raise UserError(f"--search: {args.search}; set 1 or more, without --arms and --only")
     if args.kernels and (args.search or not machine.chip.mxu):
         refused = "a search" if args.search else f"a {chip.title}"
         raise UserError(f"--kernels: not available for {refused}; leave it out")
