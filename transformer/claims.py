@@ -215,8 +215,7 @@ def holding(claims: Sequence[Claim]) -> Iterator[None]:
     another machine is not visible. If one holds a claim, this function prints a line and waits
     until the claim is renewed (the holder is alive) or has become stale (the holder is dead).
     """
-    taken = []
-    try:
+    with contextlib.ExitStack() as taken:
         for claim in claims:
             last_age, deadline, announced = claim.age(), time.monotonic() + 2 * STALE, False
             while not claim.take():
@@ -234,12 +233,6 @@ def holding(claims: Sequence[Claim]) -> Iterator[None]:
                     print(f"{used} from this machine; {wait}", file=sys.stderr)
                 last_age = claim.age()
                 time.sleep(1)
-            taken.append(claim)
-        stop = start_renewing(taken)
-        try:
-            yield
-        finally:
-            stop()
-    finally:
-        for claim in taken:
-            claim.release()
+            taken.callback(claim.release)
+        taken.callback(start_renewing(claims))
+        yield

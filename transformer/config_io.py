@@ -92,27 +92,24 @@ class _File:
     arm: str
 
     def tree(self) -> dict:
-        config = self._call("get_config")
-        if not isinstance(config, Experiment | Mapping | ConfigDict):
-            problem = f"get_config() of {str(self.path)!r} returns {config!r}"
-            raise UserError(f"--config: {problem}; a ConfigDict or a dict is expected")
-        return to_mapping(config)
+        kinds = Experiment | Mapping | ConfigDict
+        return to_mapping(self._call("get_config", kinds, "a ConfigDict or a dict"))
 
     def sweep(self) -> Sweep:
         if not hasattr(self.module, "sweep"):
             problem = f"{str(self.path)!r} defines no sweep(), as experiments/ablation.py does"
             raise UserError(f"--config: {problem}; see docs/sweeps.md")
-        sweep = self._call("sweep")
-        sweep = Sweep(sweep) if isinstance(sweep, Grid) else sweep
-        if not isinstance(sweep, Sweep):
-            returned = f"sweep() of {str(self.path)!r} returns {sweep!r}"
-            raise UserError(f"--config: {returned}; a Sweep or a Grid is expected")
-        return sweep
+        sweep = self._call("sweep", Sweep | Grid, "a Sweep or a Grid")
+        return Sweep(sweep) if isinstance(sweep, Grid) else sweep
 
-    def _call(self, name: str):
+    def _call(self, name: str, kinds, expected: str):
         function = getattr(self.module, name)
         takes_arg = self.arg and inspect.signature(function).parameters
-        return function(self.arg) if takes_arg else function()
+        result = function(self.arg) if takes_arg else function()
+        if not isinstance(result, kinds):
+            returned = f"{name}() of {str(self.path)!r} returns {result!r}"
+            raise UserError(f"--config: {returned}; {expected} is expected")
+        return result
 
 
 def _open(file: str) -> _File:

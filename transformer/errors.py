@@ -16,7 +16,12 @@ class UserError(ValueError):
     exit_code = 2
 
     def __init__(self, message: str):
-        super().__init__(one_line(message))
+        """Replaces line breaks and control characters, and cuts the message to LONGEST."""
+        message = re.sub(r"\s*\n\s*", " ", message.strip())
+        escape = lambda c: c if c.isprintable() else c.encode("unicode_escape").decode()
+        message, half = "".join(map(escape, message)), (LONGEST - 5) // 2
+        is_short = len(message) <= LONGEST
+        super().__init__(message if is_short else f"{message[:half]} ... {message[-half:]}")
 
 
 class TemporaryError(UserError):
@@ -34,17 +39,6 @@ _TEMPORARY = {getattr(errno, name, None) for name in (
 def from_os_error(error: OSError, message: str) -> UserError:
     """Returns the error to raise: a TemporaryError if the network or a disk failed."""
     return (TemporaryError if error.errno in _TEMPORARY else UserError)(message)
-
-
-def one_line(message: str) -> str:
-    """Returns the message without line breaks and control characters, cut to LONGEST characters."""
-    message = re.sub(r"\s*\n\s*", " ", message.strip())
-    escape = lambda c: c if c.isprintable() else c.encode("unicode_escape").decode()
-    message = "".join(map(escape, message))
-    if len(message) <= LONGEST:
-        return message
-    half = (LONGEST - 5) // 2
-    return f"{message[:half]} ... {message[-half:]}"
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

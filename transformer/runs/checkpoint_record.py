@@ -102,8 +102,7 @@ class Record:
             if self.arrays[item][path][2] != fingerprint
         ]
         if changed:
-            problem = f"{len(changed)} of its arrays have changed since they were saved"
-            raise Damaged(f"{problem}, first {changed[0]}")
+            raise Damaged(f"{len(changed)} of its arrays have changed, first {changed[0]}")
 
 
 def _kinds(tree: Any) -> dict[str, tuple[str, tuple[int, ...]]]:

@@ -100,8 +100,7 @@ def _match(train: TrainConfig, targets: Mapping, sources: Mapping) -> set[str]:
             anew = "name it in train.init_new and train.init_drop to initialize it anew"
             way_out = "set train.init_positions" if "position_embedding" in name else anew
             there, here = format_shape(sources[name]), format_shape(targets[name])
-            problem = f"{name} is {there} in {source} and {here} here"
-            raise UserError(f"train.init_from: {problem}; {way_out}")
+            raise UserError(f"train.init_from: {name} is {there} in it and {here} here; {way_out}")
     return names
 
 

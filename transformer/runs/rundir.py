@@ -63,8 +63,7 @@ def check(workdir: Path, config: Experiment) -> None:
         raise UserError(f"workdir: {workdir / 'checkpoints'} is a file, not a folder; remove it")
     if not (workdir / "config.json").exists():
         if workdir.exists() and any(map(is_foreign, workdir.iterdir())):
-            problem = "is not empty and not a run (no config.json)"
-            raise UserError(f"workdir: {workdir} {problem}; choose another directory")
+            raise UserError(f"workdir: {workdir} is not empty and not a run; choose another one")
         return
     if not has_checkpoint(workdir):
         return  # nothing has been trained yet, so another config may replace it
@@ -224,17 +223,12 @@ _OF_A_START = (
 
 def _commit() -> str:
     """Returns the commit of the code, followed by `+` if it was changed; "" outside a checkout."""
-    folder = Path(__file__).parent
-    options = {"capture_output": True, "text": True}
-    git = lambda *args: subprocess.run(["git", "-C", str(folder), *args], **options)
+    command = ["git", "-C", str(Path(__file__).parent), "describe"]
+    command += ["--always", "--exclude=*", "--abbrev=40", "--dirty=+"]
     try:
-        head = git("rev-parse", "HEAD")
+        return subprocess.run(command, capture_output=True, text=True).stdout.strip()
     except OSError:  # git is not installed
         return ""
-    if head.returncode:
-        return ""
-    changes = git("status", "--porcelain", "--untracked-files=no").stdout.strip()
-    return head.stdout.strip() + ("+" if changes else "")
 
 
 def flatten_fields(tree: dict) -> dict:

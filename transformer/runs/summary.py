@@ -17,9 +17,6 @@ from transformer.model.roles import parameter_rules
 from transformer.output import count, event, human_tokens
 from transformer.parallel.sharding import format_bytes, local_bytes, path_name
 
-LARGEST = 6
-"""The number of parameters that the table of parameters shows."""
-
 
 def summary(
     config: Experiment,
@@ -62,17 +59,17 @@ def _model(config: Experiment, mesh: Mesh, params: Any) -> str:
     return f"model       {config.model.family}, {size}, {machine}"
 
 
-def _table(params: Any) -> list[str]:
+def _table(params: Any, shown: int = 6) -> list[str]:
     leaves = jax.tree_util.tree_leaves_with_path(params)
     rows = [(path_name(path), x.shape, x.sharding.spec, local_bytes(x)) for path, x in leaves]
     rows.sort(key=lambda row: -math.prod(row[1]))
     lines = []
-    for name, shape, spec, local in rows[:LARGEST]:
+    for name, shape, spec, local in rows[:shown]:
         partition = ", ".join("·" if axis is None else str(axis) for axis in spec) or "replicated"
         cells = f"{name:<58} {'x'.join(map(str, shape)):>16}  {partition:<18}"
         lines.append(f"            {cells} {format_bytes(local):>9}")
-    if len(rows) > LARGEST:
-        lines.append(f"            and {len(rows) - LARGEST} more")
+    if len(rows) > shown:
+        lines.append(f"            and {len(rows) - shown} more")
     return lines
 
 

@@ -108,14 +108,11 @@ def _check(args, machine) -> tuple[str, ...]:
             raise UserError(f"--only: no program {name!r}; {nearest(name, PROGRAMS)}")
     if args.arms and args.only:
         raise UserError("--arms: plans the training step of every arm; leave out --only")
-    if args.price is not None:
-        problem = None
-        if args.price <= 0:
-            problem = "is not a price; set that of one chip for one hour"
-        elif not chip.flops:
-            problem = f"has no effect on a {chip.title}, whose speed is unknown; leave it out"
-        if "train" not in only:
-            problem = "is for the training run; add train to --only"
-        if problem:
-            raise UserError(f"--price: {args.price:g} {problem}")
+    if args.price is not None and "train" not in only:
+        raise UserError(f"--price: {args.price:g} is for the training run; add train to --only")
+    if args.price is not None and args.price <= 0:
+        raise UserError(f"--price: {args.price:g} is not a price; set that of one chip per hour")
+    if args.price is not None and not chip.flops:
+        problem = f"has no effect on a {chip.title}, whose speed is unknown"
+        raise UserError(f"--price: {args.price:g} {problem}; leave it out")
     return only
