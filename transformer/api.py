@@ -91,8 +91,7 @@ def generate(
     Args:
       run: a run from `load_run`, or a run directory.
       texts: the inputs. Those that exceed `model.max_length` are truncated.
-      **decoding: fields of `config.decoding` to change, such as `beam_size=4` or
-        `temperature=0.8`.
+      **decoding: fields of `config.decoding` to change, such as `temperature=0.8`.
 
     Returns:
       One output per text.

@@ -176,9 +176,7 @@ class Claim:
             return float("inf")
 
     def _lives(self, holder: Process | None) -> bool:
-        if holder is None or self.age() >= STALE:
-            return False
-        return not holder.is_visible() or holder.runs()
+        return bool(holder and self.age() < STALE and (not holder.is_visible() or holder.runs()))
 
     def _clear(self, dead: Process) -> bool:
         """Removes a dead claim. Returns whether it did; of several processes, only one succeeds."""

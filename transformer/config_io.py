@@ -57,9 +57,7 @@ def load_sweep(file: str) -> Sweep:
         return experiment_file.sweep()
 
 
-def load_arms(
-    file: str, overrides: Mapping[str, str] = NOTHING
-) -> tuple[Sweep, dict[str, Experiment]]:
+def load_arms(file: str, overrides: Mapping = NOTHING) -> tuple[Sweep, dict[str, Experiment]]:
     """Loads a file's sweep and the experiments of its arms, baseline first, with `overrides`."""
     sweep, experiments = load_sweep(file), {}
     for key in overrides:

@@ -11,13 +11,9 @@ from pathlib import Path
 
 from transformer.errors import UserError, from_os_error
 
-_FULL = "the disk is full; earlier files are intact: free some space and start again"
-
 _DISK_FAULTS = {
-    errno.ENOSPC: _FULL,
-    errno.EDQUOT: _FULL,
-    errno.EFBIG: "a file is larger than this process may write; earlier files are intact: "
-    "raise the limit (ulimit -f) and start again",
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), ("the disk is full", "free some space")),
+    errno.EFBIG: ("a file is larger than this process may write", "raise the limit (ulimit -f)"),
 }
 
 
@@ -31,9 +27,10 @@ def disk_errors(path) -> Iterator[None]:
     try:
         yield
     except Exception as e:  # native libraries raise other types with the system's message
-        for number, message in _DISK_FAULTS.items():
+        for number, (fault, fix) in _DISK_FAULTS.items():
             if getattr(e, "errno", None) == number or os.strerror(number) in str(e):
-                raise UserError(f"{path}: {message}") from None
+                way_out = f"earlier files are intact: {fix} and start again"
+                raise UserError(f"{path}: {fault}; {way_out}") from None
         raise
 
 
@@ -90,11 +87,10 @@ def write_json(file: Path, content) -> None:
 
 def read_json(file: Path) -> dict:
     """Reads a JSON file that holds an object. Raises UserError if it is damaged or unreadable."""
+    data = read_bytes(file)
     try:
-        content = json.loads(read_bytes(file).decode("utf-8"))
+        content = json.loads(data.decode("utf-8"))
         json.dumps(content, ensure_ascii=False).encode("utf-8")  # no half of a surrogate pair
-    except UserError:
-        raise
     except (ValueError, RecursionError) as e:
         raise UserError(f"{file}: damaged ({e})") from None
     if not isinstance(content, dict):

@@ -121,9 +121,8 @@ def load_installed() -> None:
             entry.load()
         except Exception as e:
             name = entry.dist.name if entry.dist else entry.name
-            problem = f"plugin {entry.value!r} of package {name!r} cannot be imported"
-            way_out = "repair it, or uninstall the package"
-            raise UserError(f"{problem} ({type(e).__name__}: {e}); {way_out}") from e
+            what = f"plugin {entry.value!r} of package {name!r} cannot be imported"
+            raise UserError(f"{what} ({type(e).__name__}: {e}); repair it, or uninstall it") from e
 
 
 def save_plugins(folder: Path, settings) -> None:
@@ -154,8 +153,7 @@ def load_plugins(folder: Path) -> None:
             for other, _ in _files.values():
                 if other.name == file.name:
                     problem = f"{other} has changed since it was copied to {file}"
-                    way_out = "restore it, or choose another directory"
-                    raise UserError(f"{problem}; {way_out}") from None
+                    raise UserError(f"{problem}; restore it, or choose another directory") from None
             raise
         except Exception as e:
             problem = f"{file}: cannot be imported ({type(e).__name__}: {e})"

@@ -1,17 +1,10 @@
 """Sweeps: a small algebra over dotted fields of an experiment.
 
-An experiment file may define `sweep()` beside `get_config()`:
+An experiment file may define `sweep()` beside `get_config()`, as experiments/ablation.py does:
 
-    def sweep():
-        norms = vary("model.norm_placement", "pre", "post")
-        positions = vary("model.position", "rotary", "alibi")
-        return Sweep(
-            product(norms, positions),
-            question="Is post-norm as good as pre-norm at this depth, with either position scheme?",
-            seeds=3,
-        )
+    return Sweep(product(vary("model.norm_placement", "pre", "post"), vary("model.d_ff", 64, 96)))
 
-An arm is one setting of the varied fields. It has a name (`post-alibi`) and is trained once per
+An arm is one setting of the varied fields. It has a name (`post-d_ff=96`) and is trained once per
 seed. All arms use the same seeds, and therefore the same data in the same order.
 """
 
@@ -119,8 +112,7 @@ class Tuned:
         if not 0 < self.low < self.high < highest:
             raise UserError(f"{what}: use 0 < low < high{' < 1' * self.is_decay}")
         if self.points < 3 or self.more < 0:
-            way_out = "a parabola needs 3 points or more, and more=0 or more"
-            raise UserError(f"{what}: points={self.points}, more={self.more}; {way_out}")
+            raise UserError(f"{what}: a parabola needs 3 points or more, and more=0 or more")
 
     @property
     def name(self) -> str:
@@ -152,8 +144,7 @@ class Tuned:
     def grid(self) -> list[float]:
         """The values that are tried first, in ascending order."""
         start = self.x(self.low)
-        values = [self.value(start + n * self.step) for n in range(self.points)]
-        return sorted(set(values))
+        return sorted({self.value(start + n * self.step) for n in range(self.points)})
 
 
 def tuned(field: str, low: float, high: float, points: int = 5, more: int = 2) -> Tuned:
@@ -231,8 +222,7 @@ class Sweep:
         if any("seed" in point.changes for point in self.grid.points):
             raise UserError("sweep: 'seed' varies in the grid; use Sweep(..., seeds=N)")
         if self.match not in ("", "parameters", "flops", "time"):
-            way_out = nearest(self.match, ("parameters", "flops", "time"))
-            raise UserError(f"sweep: match: {self.match!r}; {way_out}")
+            raise UserError(f"sweep: match: {self.match!r}; choose from: parameters, flops, time")
         if not isinstance(self.controls, Mapping):
             raise UserError(f"sweep: controls: {self.controls!r}; set a dict, {{'ARM': 'reason'}}")
         for arm in self.controls:

@@ -128,9 +128,7 @@ class Checkpoints:
         newest = damaged[max(damaged)]
         raise Damaged(newest.what, "no other checkpoint is intact; restore the folder from a copy")
 
-    def restore(
-        self, step: int, abstract_of: Callable[[dict], TrainState]
-    ) -> tuple[TrainState, Record]:
+    def restore(self, step: int, abstract_of: Callable) -> tuple[TrainState, Record]:
         """Returns the state of a step and its record.
 
         `abstract_of(layout)` returns the shapes and shardings to restore into. Raises Damaged if

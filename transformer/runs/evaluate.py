@@ -179,5 +179,4 @@ def _check_text(workdir: Path, data: Data, part: str) -> None:
     except (KeyError, TypeError):
         raise UserError(f"{workdir / 'manifest.json'}: damaged (no data.{part}.sha256)") from None
     if recorded != current:
-        problem = f"the {part} text has changed since {workdir} was trained"
-        raise UserError(f"workdir: {problem}; restore it to get comparable results")
+        raise UserError(f"{workdir}: the {part} text has changed since training; restore it")

@@ -66,16 +66,14 @@ def from_hf(directory: Path, workdir: Path, overrides: Mapping[str, str]) -> Exp
     return config
 
 
-def to_hf(
-    workdir: Path, directory: Path, config: Experiment, mesh: Mesh, family: str | None
-) -> None:
+def to_hf(workdir: Path, target: Path, config: Experiment, mesh: Mesh, family: str | None) -> None:
     """Writes a run's model, with its evaluation parameters, as a Hugging Face directory."""
     files, model = {}, config.model
     with use(mesh):
         trained = load_trained(workdir, config, mesh)
         if trained.tokenizer is not None:
             files, model = trained.tokenizer.files, _with_special_tokens(model, trained.tokenizer)
-        save_hf(directory, model, trained.params, family, files=files)
+        save_hf(target, model, trained.params, family, files=files)
 
 
 def _with_special_tokens(model: ModelConfig, tokenizer: Tokenizer) -> ModelConfig:
@@ -144,6 +142,5 @@ def _tokenizer(directory: Path, tokenizer_config: TokenizerConfig) -> Tokenizer 
     if content is None:
         return None
     known = ("<s>", "</s>", "<pad>", "<mask>", "<|endoftext|>")
-    present = [token for token in known if content.token_to_id(token) is not None]
-    content.add_special_tokens(present)
+    content.add_special_tokens([x for x in known if content.token_to_id(x) is not None])
     return Fast(content.to_str().encode("utf-8"), tokenizer_config, str(directory))

@@ -27,9 +27,7 @@ class MetricsLog:
     `writes`. The others read the existing lines and write nothing.
     """
 
-    def __init__(
-        self, workdir: Path, resume_step: int, *, writes=True, tensorboard: bool, wandb: str, config
-    ):
+    def __init__(self, workdir: Path, resume_step: int, *, writes=True, tensorboard, wandb, config):
         self._path, self._writes = workdir / "metrics.jsonl", writes
         lines = [line for line in read_metrics(workdir) if line["step"] <= resume_step]
         self._last = {name: line["step"] for line in lines for name in line}

@@ -250,11 +250,10 @@ def record_run(
         rundir.record_start(workdir, config, mesh, data.tokenizer, origin)
     barrier("writing of the run directory")
     if not (workdir / "config.json").exists():
-        problem = "cannot see the files that process 0 wrote"
-        where = f"process {jax.process_index()} {problem} to {workdir}"
-        raise UserError(f"workdir: {where}; use a shared folder")
+        problem = f"cannot see the files that process 0 wrote to {workdir}; use a shared folder"
+        raise UserError(f"workdir: process {jax.process_index()} {problem}")
     where = f"at step {start.step:,} from {start.checkpoints.folder}" if start.step else ""
-    return summary(config, mesh, params, data, text.train, backends, where, verbose)
+    return summary(program, data, text.train, backends, where, verbose)
 
 
 def _resume(checkpoints: Checkpoints, program: Program) -> tuple[TrainState, dict]:

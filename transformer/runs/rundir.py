@@ -1,8 +1,4 @@
-"""The run directory. It holds one run and records everything about it.
-
-Contents: config.json, manifest.json, the tokenizer, metrics.jsonl, tensorboard/, checkpoints/,
-samples.txt, loss.png.
-"""
+"""The run directory: config.json, manifest.json, the tokenizer, and what may change on resuming."""
 
 import contextlib
 import datetime

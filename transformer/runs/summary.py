@@ -19,22 +19,16 @@ from transformer.parallel.sharding import format_bytes, local_bytes, path_name
 
 
 def summary(
-    config: Experiment,
-    mesh: Mesh,
-    params: Any,
-    data: Data,
-    batches: Batches,
-    backends: Mapping[str, str],
-    resumed: str,
-    verbose: bool,
+    program, data: Data, batches: Batches, backends: Mapping[str, str], resumed: str, verbose: bool
 ) -> list[str]:
     """Returns at most five lines, and one per role of parameters that has multipliers.
 
     With `verbose`, it also returns the largest parameters and other details.
 
-    `params` are the parameters' shapes, with shardings. `backends` are the attention backends, each
-    with the reason why it is used. `resumed` describes where the run resumes, if it does.
+    `program` is the `Program` of the run. `backends` are the attention backends, each with the
+    reason why it is used. `resumed` describes where the run resumes, if it does.
     """
+    config, mesh, params = program.config, program.mesh, program.abstract.params
     described = "; ".join(name + (f" ({why})" if why else "") for name, why in backends.items())
     is_fallback = any(backends.values())
     attention = [f"attention {described}"] if backends and (is_fallback or verbose) else []
