@@ -70,7 +70,7 @@ def check(workdir: Path, config: Experiment) -> None:
         why = f"with train.steps = {old.train.steps}, and the schedule {schedule!r} depends on it"
         way_out = f"restore it, or start a new run with train.init_from={workdir}"
         raise UserError(f"workdir: {workdir} was started {why}; {way_out}")
-    if changed and changed != ["train.steps"]:
+    if changed and changed != ["train.steps"]:  # with other schedules, a run may be extended
         changes = listed([different[key] for key in changed], 6, separator="; ", last="; ")
         way_out = "choose another directory or restore the old values"
         raise UserError(f"workdir: {workdir} contains a different experiment: {changes}; {way_out}")
@@ -105,7 +105,7 @@ def locked(workdirs: Sequence[Path]) -> Iterator[None]:
 def check_folder(workdir: Path) -> None:
     """Raises UserError if `workdir` cannot be a run directory."""
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(workdir)):  # Path turns :// into :/
-        raise UserError(f"workdir: {workdir} is not a local folder, as runs need; choose another")
+        raise UserError(f"workdir: {workdir} is not a local folder; only data may be on gs://")
     if workdir.exists() and not workdir.is_dir():
         raise UserError(f"workdir: {workdir} is a file; choose a folder")
 
@@ -203,8 +203,8 @@ def record_start(
         manifest["tokenizer_sha256"] = tokenizer.sha256
     file, manifest["earlier_starts"] = workdir / "manifest.json", []
     if previous := read_manifest(workdir) if file.exists() else {}:
-        this_start = {key: previous.get(key) for key in _OF_A_START}
-        manifest["earlier_starts"] = [*previous.get("earlier_starts", []), this_start]
+        last_start = {key: previous.get(key) for key in _OF_A_START}
+        manifest["earlier_starts"] = [*previous.get("earlier_starts", []), last_start]
     write_json(file, manifest)
 
 
