@@ -142,7 +142,7 @@ def tokenizer_file(workdir: Path) -> Path | None:
         return file
     recorded = read_manifest(workdir).get("tokenizer_sha256")
     if recorded not in (None, hashlib.sha256(read_bytes(file)).hexdigest()):
-        raise UserError(f"{file}: damaged or replaced; it is not the tokenizer of this run's training")
+        raise UserError(f"{file}: damaged or replaced; it is not the tokenizer of this run")
     return file
 
 
