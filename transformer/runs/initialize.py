@@ -56,9 +56,7 @@ def check_tokenizer(directory: str, sha256: str) -> None:
     """Raises UserError if a run has another tokenizer: its embeddings are of other tokens."""
     file = find_tokenizer(directory)
     if file is not None and hashlib.sha256(file.read_bytes()).hexdigest() != sha256:
-        raise UserError(
-            f"train.init_from: it has another tokenizer; set data.tokenizer.path={file}"
-        )
+        raise UserError(f"train.init_from: another tokenizer; set data.tokenizer.path={file}")
 
 
 def _source(directory: Path, mesh: Mesh) -> tuple[Mapping, Callable[[str], jax.Array]]:
