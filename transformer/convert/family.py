@@ -39,21 +39,16 @@ class Family:
     tensors in the directory)` returns the other fields of a ModelConfig, and `write(config)` those
     of config.json; both take precedence. `table` and `head` are the modules of the embedding and
     of a language model's output layer, which may be tied. `weights(config)` yields every other
-    tensor that holds parameters.
+    tensor that holds parameters. Other tensors raise an error, except:
+
+    - a copy of another tensor (`copies`, or a tied head), which must hold the same numbers;
+    - a constant (`constants`: pattern -> function of its shape), which must hold its values;
+    - a buffer that Transformers does not read either (`unused`: patterns).
 
     `aliases` are other names of `fields`, besides the three that every config class has. `prefix`
     is an optional prefix of tensor names (GPT-2's files on the hub omit it); names that begin with
-    `head` or one of `heads` never have it.
-
-    A tensor that `weights` does not name raises an error unless it is one of three:
-
-    - a copy of another tensor (`copies`, or a tied head), which must hold the same numbers;
-    - a constant (`constants`: pattern -> function of its shape), which must hold the values that
-      the function returns;
-    - a buffer that Transformers does not read either (`unused`: patterns).
-
-    `source_begins` is whether a source begins with the bos token. `special_tokens` are the defaults
-    that Transformers assumes for special tokens missing from config.json.
+    `head` or one of `heads` never have it. `source_begins` is whether a source begins with the bos
+    token. `special_tokens` are Transformers' defaults of those missing from config.json.
     """
 
     model_type: str
@@ -126,8 +121,7 @@ class Family:
         for name, value in meaning(config).items():
             if restored[name] != value:
                 problem = f"{value!r} cannot be expressed by {self.model_type}"
-                restored_as = f"which would turn it into {restored[name]!r}"
-                raise UserError(f"model.{name}: {problem}, {restored_as}")
+                raise UserError(f"model.{name}: {problem}, but only {restored[name]!r}")
         return theirs
 
 

@@ -40,8 +40,6 @@ HARMLESS = frozenset(
 )
 """Fields of generation, training and metadata, which do not affect what the network computes."""
 
-LAYERS = ("num_encoder_layers", "num_decoder_layers")
-
 
 @dataclasses.dataclass(frozen=True)
 class Field:
@@ -61,7 +59,8 @@ class Field:
         if not isinstance(value, accepted) or isinstance(value, bool) != (self.kind is bool):
             return f"must be {self._kind}"
         if self.kind in (int, float):
-            largest = MAX_LAYERS if self.ours in LAYERS else LARGEST
+            counts_layers = self.ours in ("num_encoder_layers", "num_decoder_layers")
+            largest = MAX_LAYERS if counts_layers else LARGEST
             if not abs(value) <= largest:  # true for NaN, too
                 return f"is out of bounds; at most {largest:,}"
             if self.above is not None and value <= self.above:

@@ -21,7 +21,7 @@ from transformer.convert.family import Family
 from transformer.convert.fields import printable, shown
 from transformer.convert.special_tokens import read_both
 from transformer.convert.tensors import Tensors, check, require_safetensors
-from transformer.convert.weights import by_expert, expert
+from transformer.convert.weights import Shape, by_expert, expert
 from transformer.errors import UserError, look_up
 from transformer.files import new_folder, read_json
 from transformer.model.config import ModelConfig
@@ -48,9 +48,7 @@ def load_hf(
 
     `fields` override fields of the ModelConfig (`scan_layers=False`, `dtype="bfloat16"`).
     `place(path, array)` puts a parameter on devices, by default on the first. Raises UserError for
-    a family or a field that a ModelConfig cannot express, and for tensors that are missing,
-    unexpected, of the wrong shape or type, not finite, or different from a tensor to which they are
-    tied.
+    a family or a field that a ModelConfig cannot express, and for tensors that do not fit.
     """
     directory = Path(directory)
     family, theirs, tensors = open_directory(directory)
@@ -77,9 +75,7 @@ def open_directory(directory: Path) -> tuple[Family, dict, Tensors]:
     return family, theirs, Tensors(directory, family)
 
 
-def open_hf(
-    directory: str | os.PathLike,
-) -> tuple[dict[str, tuple[int, ...]], Callable[[str], np.ndarray]]:
+def open_hf(directory: str | os.PathLike) -> tuple[dict[str, Shape], Callable[[str], np.ndarray]]:
     """Returns the shapes of our parameters in a Hugging Face directory, and a function to read one.
 
     Both use the paths of unrolled layers.
@@ -154,10 +150,8 @@ def _choose(config: ModelConfig, family: str | None) -> tuple[Family, dict]:
             return candidate, candidate.their_config(config)
         except UserError:
             continue
-    raise UserError(
-        f"no family of Transformers can express this model ({', '.join(FAMILIES)}); "
-        "name one (family=, --family=) to get the reason"
-    )
+    problem = f"no family of Transformers can express this model ({', '.join(FAMILIES)})"
+    raise UserError(f"{problem}; name one (family=, --family=) to get the reason")
 
 
 def _tensors(family: Family, config: ModelConfig, params: Any) -> Iterator[tuple[str, np.ndarray]]:

@@ -15,19 +15,16 @@ def layer_kinds(f: Fields, layers: int) -> list[str] | None:
     return kinds
 
 
-def shortest_period(layers: list) -> list:
-    """Returns the shortest prefix whose repetition, cut to the same length, equals the list."""
-    period = next(p for p in range(1, len(layers) + 1) if layers[:-p] == layers[p:])
-    return layers[:period]
-
-
 def per_layer(**fields: list) -> dict:
     """Returns the fields of a ModelConfig for lists of one value per layer.
 
-    A field that differs between layers becomes part of `layer_pattern`.
+    Those that differ between layers form `layer_pattern`: the shortest that, repeated, gives them.
     """
     fixed = {name: xs[0] for name, xs in fields.items() if xs.count(xs[0]) == len(xs)}
     varied = {name: xs for name, xs in fields.items() if name not in fixed}
+    if not varied:
+        return fixed
     columns = zip(*varied.values(), strict=True)
     layers = [dict(zip(varied, values, strict=True)) for values in columns]
-    return fixed | ({"layer_pattern": tuple(shortest_period(layers))} if varied else {})
+    period = next(p for p in range(1, len(layers) + 1) if layers[:-p] == layers[p:])
+    return fixed | {"layer_pattern": tuple(layers[:period])}

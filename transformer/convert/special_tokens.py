@@ -20,13 +20,6 @@ NAMES = {
 """Field of ModelConfig -> field of config.json."""
 
 
-_NONE = {"decoder_start_token_id": -1}
-"""Fields that represent None by a number instead of null.
-
-Transformers cannot load a Marian model whose `decoder_start_token_id` is null.
-"""
-
-
 def read(theirs: Mapping, defaults: Mapping[str, int], fields: Mapping) -> dict:
     """Returns the special tokens of a config.json, for a ModelConfig with these `fields`."""
     return {
@@ -74,8 +67,8 @@ def read_id(theirs: Mapping, name: str, vocab_size: int, default: int | None = N
 def write(config: ModelConfig, defaults: Mapping[str, int]) -> dict:
     """Returns the special tokens of config.json.
 
-    A None is written as null (or as in `_NONE`) if the family has a default for this token; a
-    missing field would take this default.
+    A None is written as null if the family has a default for this token, which a missing field
+    would take.
     """
     tokens = {}
     for ours, name in NAMES.items():
@@ -83,5 +76,6 @@ def write(config: ModelConfig, defaults: Mapping[str, int]) -> dict:
         if value is not None:
             tokens[name] = list(value) if isinstance(value, tuple) else value
         elif name in defaults:
-            tokens[name] = _NONE.get(name)
+            # Transformers cannot load a Marian model whose decoder_start_token_id is null.
+            tokens[name] = -1 if name == "decoder_start_token_id" else None
     return tokens

@@ -1,7 +1,4 @@
-"""The tensors of a Hugging Face directory: one safetensors file, or shards with an index.
-
-Tensors are read directly from these files, one at a time.
-"""
+"""The tensors of a Hugging Face directory: one safetensors file, or shards with an index."""
 
 import functools
 import re
@@ -72,8 +69,7 @@ def _files(directory: Path) -> dict[str, set[str] | None]:
     index, single = directory / "model.safetensors.index.json", "model.safetensors"
     if not index.is_file():
         if not (directory / single).is_file():
-            way_out = "save the model with save_pretrained(safe_serialization=True)"
-            raise UserError(f"{directory}: no {single}; {way_out}")
+            raise UserError(f"{directory}: no {single}; save the model with save_pretrained()")
         return {single: None}
     table = read_json(index).get("weight_map")
     if not isinstance(table, dict) or not all(isinstance(file, str) for file in table.values()):
@@ -88,9 +84,8 @@ def _files(directory: Path) -> dict[str, set[str] | None]:
         raise UserError(f"{index}: damaged (weight_map names no tensor)")
     for file in files:
         if not (directory / file).is_file():
-            way_out = "copy the missing file, or save the model again"
             missing = f"no {printable(file)}, which {index.name} names"
-            raise UserError(f"{directory}: {missing}; {way_out}")
+            raise UserError(f"{directory}: {missing}; copy it, or save the model again")
     if single not in files and (directory / single).is_file():
         raise UserError(f"{directory}: has both {single} and {index.name}; delete the outdated one")
     return files
@@ -153,10 +148,9 @@ def check(
         why = f"which a {kind} model with this config.json does not have"
         raise UserError(f"unexpected tensors, {why}: {listed(extra)}")
     for name in sorted(tensors.names - set(unused)):
-        if tensors.dtype(name) not in FLOATS:
-            problem = f"holds numbers of type {tensors.dtype(name)}"
-            expected = f"a parameter is one of {', '.join(FLOATS)}"
-            raise UserError(f"{printable(name)}: {problem}; {expected}")
+        if (dtype := tensors.dtype(name)) not in FLOATS:
+            problem = f"holds numbers of type {dtype}, and not one of {', '.join(FLOATS)}"
+            raise UserError(f"{printable(name)}: {problem}")
     for weight in weights:
         shape = tensors.shape(weight.theirs)
         expected_shape = weight.shape([shapes[name] for name in weight.ours])
@@ -167,19 +161,15 @@ def check(
         same_shape = tensors.shape(copy.theirs) == tensors.shape(copy.of)
         equal = lambda a, b: np.array_equal(tensors.read(a), tensors.read(b))
         if copy.compared and not (same_shape and equal(copy.theirs, copy.of)):
-            raise UserError(
-                f"{copy.theirs} and {copy.of} hold different numbers, but this package has one "
-                f"tensor for both; separate tensors are not supported for {kind}"
-            )
+            problem = "hold different numbers; separate tensors are not supported"
+            raise UserError(f"{copy.theirs} and {copy.of} {problem} for {kind}")
     for name, expected in constants.items():
         _check_constant(tensors, name, expected(tensors.shape(name)))
 
 
 def _check_constant(tensors: Tensors, name: str, expected: np.ndarray | None) -> None:
-    """Raises UserError unless a tensor equals `expected` to the precision of its type.
-
-    The precision is 2^-10 for float16 and 2^-7 for bfloat16.
-    """
+    """Raises UserError unless a tensor equals `expected` to the precision of its type."""
+    # float16 has a precision of 2^-10, bfloat16 of 2^-7.
     tolerance = {"F16": 1e-3, "BF16": 1e-2}.get(tensors.dtype(name), 1e-5)
     values = tensors.read(name).astype(np.float64)
     has_shape = expected is not None and values.shape == expected.shape

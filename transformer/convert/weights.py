@@ -55,10 +55,7 @@ def expert(ours: str, index: int) -> str:
 
 
 def by_expert(shapes: Mapping[str, Shape], parts: Iterable[str]) -> dict[str, Shape]:
-    """Returns the shapes by path, where those of `parts` that `expert` returned replace the whole.
-
-    `shapes` are those of whole parameters.
-    """
+    """Returns shapes by path, where those of `parts` that `expert` returned replace the whole."""
     whole = {part: part.partition("#")[0] for part in parts if "#" in part}
     others = {name: shape for name, shape in shapes.items() if name not in whole.values()}
     return others | {part: shapes[name][1:] for part, name in whole.items()}
@@ -122,10 +119,7 @@ def linear(theirs: str, ours: str, bias: bool, inputs=1, transposed=True) -> Ite
 
 
 def attention(
-    theirs: str,
-    ours: str,
-    bias: bool,
-    names: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "out_proj"),
+    theirs: str, ours: str, bias: bool, names=("q_proj", "k_proj", "v_proj", "out_proj")
 ) -> Iterator[Weight]:
     """Yields the four linear layers of attention. `names`: of query, key, value and output."""
     for name, part in zip(names, (*QKV, "out"), strict=True):
@@ -141,10 +135,7 @@ def norm(theirs: str, ours: str, offset: bool = True, gain: bool = True) -> Iter
 
 
 def fused(theirs: str, ours: str, bias: bool, parts=QKV, transposed=True) -> Iterator[Weight]:
-    """Yields the linear layers `parts` of `ours`, which have the same inputs, as one.
-
-    Their outputs are concatenated.
-    """
+    """Yields the linear layers `parts` of `ours`, with the same inputs, as one: outputs joined."""
     yield matrix(f"{theirs}.weight", *(f"{ours}/{x}/kernel" for x in parts), transposed=transposed)
     if bias:
         yield vector(f"{theirs}.bias", *(f"{ours}/{x}/bias" for x in parts))

@@ -31,10 +31,7 @@ _FIELDS = {
 
 
 def _sinusoids(shape: Shape) -> np.ndarray | None:
-    """Returns sin(t / 10000^(2i/d)) for all pairs i, then their cosines.
-
-    Returns None if the shape is not that of a matrix.
-    """
+    """Returns sin(t / 10000^(2i/d)) for all pairs i, then their cosines; None if not a matrix."""
     if len(shape) != 2:
         return None
     length, d = shape
@@ -116,9 +113,8 @@ def _read(kind: str, f: Fields, tensors: frozenset[str]) -> dict:
 
 
 def _write(kind: str, c: ModelConfig) -> dict:
-    if kind != "marian":
-        return {}
-    return {"decoder_vocab_size": c.vocab_size, "share_encoder_decoder_embeddings": True}
+    shared = {"decoder_vocab_size": c.vocab_size, "share_encoder_decoder_embeddings": True}
+    return shared if kind == "marian" else {}
 
 
 def _weights(kind: str, c: ModelConfig):

@@ -110,10 +110,8 @@ def _read(kind: _Kind, f: Fields, tensors: frozenset[str]) -> dict:
     f.must("add_cross_attention", False)
     has = lambda fragment: any(fragment in name for name in tensors)
     if has("pre_classifier."):
-        raise UserError(
-            f"pre_classifier: {f.family} classifies sequences with a ReLU, which is not supported; "
-            "load an encoder without labels (DistilBertModel) or with a label per token"
-        )
+        problem = f"{f.family} classifies sequences with a ReLU, which is not supported"
+        raise UserError(f"pre_classifier: {problem}; load an encoder without labels")
     f.ignore("sinusoidal_pos_embds", "qa_dropout", "seq_classif_dropout")
     id2label, num_labels = f.get("id2label"), 0
     if has("classifier."):  # config.json omits the default, two labels

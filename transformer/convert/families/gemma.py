@@ -38,7 +38,7 @@ _GEMMA_3 = _GEMMA_2 | {
     "sliding_window_pattern": 6,
 }  # fmt: skip
 _TOKENS = {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 1}
-_variant = functools.partial(llama.Variant, special_tokens=_TOKENS)
+_variant = functools.partial(llama.variant, special_tokens=_TOKENS)
 _PERI = {
     "input_layernorm": "self_attention_residual/in_norm",
     "post_attention_layernorm": "self_attention_residual/res_norm",
@@ -101,12 +101,12 @@ def _write_gemma3(c: ModelConfig) -> dict:
     return _write_peri(c) | llama.write_local_and_global(c)
 
 
+def _write_gemma(c: ModelConfig) -> dict:
+    return write_rotary(c) | {"hidden_act": _activation(c)}
+
+
 FAMILIES = [
-    _variant(
-        _GEMMA_1, _read_gemma, lambda c: write_rotary(c) | {"hidden_act": _activation(c)}
-    ).family("gemma", "GemmaForCausalLM"),
-    _variant(_GEMMA_2, _read_gemma2, _write_gemma2, _PERI).family("gemma2", "Gemma2ForCausalLM"),
-    _variant(_GEMMA_3, _read_gemma3, _write_gemma3, _PERI).family(
-        "gemma3_text", "Gemma3ForCausalLM"
-    ),
+    _variant("gemma", "GemmaForCausalLM", _GEMMA_1, _read_gemma, _write_gemma),
+    _variant("gemma2", "Gemma2ForCausalLM", _GEMMA_2, _read_gemma2, _write_gemma2, _PERI),
+    _variant("gemma3_text", "Gemma3ForCausalLM", _GEMMA_3, _read_gemma3, _write_gemma3, _PERI),
 ]

@@ -1,10 +1,11 @@
-"""Llama (Touvron et al. 2023), Mistral, Qwen 2, Qwen 3, SmolLM3 and Phi-3.
+"""Llama (Touvron et al. 2023), Mistral, Qwen 2, Qwen 3, SmolLM3, Phi-3, and OLMo 2 and 3.
 
-Decoders with RMSNorm, rotary positions and a gated feed-forward. Each model type is a `Variant`,
-which states how it differs from Llama. gemma.py, olmo.py and mixtral.py add others.
+Decoders with RMSNorm, rotary positions and a gated feed-forward. Each is a `variant`, which states
+how it differs from Llama. gemma.py and mixtral.py add others. OLMo (OLMo Team 2025) has norms after
+each sublayer instead of before it, and one norm for the queries of all heads and one for their
+keys. In OLMo 3, three of four layers attend within a window.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -53,69 +54,67 @@ def gated(theirs: str, ours: str, c: ModelConfig, names: Parts = GATED) -> Itera
         yield from fused(f"{theirs}.mlp.{name}", ours, c.use_bias, parts)
 
 
-@dataclasses.dataclass(frozen=True)
-class Variant:
-    """How a model type differs from Llama.
+def variant(
+    model_type: str,
+    architecture: str,
+    fields: Mapping[str, Any],
+    read: Callable[[Fields], dict] = rotary,
+    write: Callable[[ModelConfig], dict] = write_rotary,
+    norms: Mapping[str, str] = PRE_NORMS,
+    projections: Parts = PROJECTIONS,
+    feed_forward: Weights = gated,
+    **family,
+) -> Family:
+    """Returns a family, given how it differs from Llama.
 
     fields: the fields of config.json that Llama lacks, or whose default differs.
     read, write: the fields of a ModelConfig, or of config.json, that are added or replaced. They
         include those of positions.
-    norms: the norms of a layer, as in PRE_NORMS.
-    projections: the linear layers of queries, keys and values, as in PROJECTIONS.
+    norms, projections: as in PRE_NORMS and PROJECTIONS.
     feed_forward: the tensors of the feed-forward.
+    family: other fields of Family.
     """
+    biases = [name for name in BIASES if name in fields]
 
-    fields: Mapping[str, Any]
-    read: Callable[[Fields], dict] = rotary
-    write: Callable[[ModelConfig], dict] = write_rotary
-    norms: Mapping[str, str] = dataclasses.field(default_factory=lambda: PRE_NORMS)
-    projections: Parts = dataclasses.field(default_factory=lambda: PROJECTIONS)
-    feed_forward: Weights = gated
-    special_tokens: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
-
-    def family(self, model_type: str, architecture: str) -> Family:
-        """Returns the family of this model type."""
-        fields, methods = changed(FIELDS, self.fields), (self._read, self._write, self._weights)
-        return Family(
-            model_type, architecture, "decoder", *methods, fields,
-            table="model.embed_tokens",
-            head="lm_head",
-            aliases=self.aliases,
-            special_tokens=self.special_tokens,
-            prefix="model.",
-            unused=(r".*rotary_emb\.inv_freq",),  # angles, which config.json determines
-        )  # fmt: skip
-
-    def _read(self, f: Fields, tensors: frozenset[str]) -> dict:
+    def read_all(f: Fields, tensors: frozenset[str]) -> dict:
         heads = f.get("num_attention_heads")
-        bias = lambda name: name in self.fields and f.get(name)
-        mlp, attention = bias("mlp_bias"), bias("attention_bias")
+        attention, mlp = (name in biases and f.get(name) for name in BIASES)
         return {
             "num_kv_heads": f.get("num_key_value_heads") or heads,
             "d_head": f.get("head_dim") or f.get("hidden_size") // heads,
             "norm": "rmsnorm", "glu": True, "use_bias": mlp,
-            **({} if mlp == attention else {"attention_bias": attention}), **self.read(f),
+            **({} if mlp == attention else {"attention_bias": attention}), **read(f),
         }  # fmt: skip
 
-    def _write(self, c: ModelConfig) -> dict:
-        biases = {"attention_bias": c.qkv_has_bias, "mlp_bias": c.use_bias}
-        return {name: x for name, x in biases.items() if name in self.fields} | self.write(c)
+    def write_all(c: ModelConfig) -> dict:
+        values = {"attention_bias": c.qkv_has_bias, "mlp_bias": c.use_bias}
+        return {name: values[name] for name in biases} | write(c)
 
-    def _weights(self, c: ModelConfig) -> Iterator[Weight]:
-        for i in range(c.num_decoder_layers):
-            theirs, ours = f"model.layers.{i}", f"decoder/layers_{i}"
-            attn, attention = f"{theirs}.self_attn", f"{ours}/self_attention"
-            for name, parts in self.projections.items():
-                yield from fused(f"{attn}.{name}", attention, c.qkv_has_bias, parts)
-            yield from linear(f"{attn}.o_proj", f"{attention}/out", c.attention_has_bias, inputs=2)
-            if c.qk_norm:
-                yield from norm(f"{attn}.q_norm", f"{attention}/query_norm", offset=False)
-                yield from norm(f"{attn}.k_norm", f"{attention}/key_norm", offset=False)
-            yield from self.feed_forward(theirs, f"{ours}/feed_forward", c)
-            for name, part in self.norms.items():
-                yield from norm(f"{theirs}.{name}", f"{ours}/{part}", offset=False)
-        yield from norm("model.norm", "decoder/final_norm", offset=False)
+    return Family(
+        model_type, architecture, "decoder", read_all, write_all,
+        functools.partial(_weights, norms, projections, feed_forward), changed(FIELDS, fields),
+        table="model.embed_tokens",
+        head="lm_head",
+        prefix="model.",
+        unused=(r".*rotary_emb\.inv_freq",),  # angles, which config.json determines
+        **family,
+    )  # fmt: skip
+
+
+def _weights(norms: Mapping[str, str], projections: Parts, feed_forward: Weights, c: ModelConfig):
+    for i in range(c.num_decoder_layers):
+        theirs, ours = f"model.layers.{i}", f"decoder/layers_{i}"
+        attn, attention = f"{theirs}.self_attn", f"{ours}/self_attention"
+        for name, parts in projections.items():
+            yield from fused(f"{attn}.{name}", attention, c.qkv_has_bias, parts)
+        yield from linear(f"{attn}.o_proj", f"{attention}/out", c.attention_has_bias, inputs=2)
+        if c.qk_norm:
+            yield from norm(f"{attn}.q_norm", f"{attention}/query_norm", offset=False)
+            yield from norm(f"{attn}.k_norm", f"{attention}/key_norm", offset=False)
+        yield from feed_forward(theirs, f"{ours}/feed_forward", c)
+        for name, part in norms.items():
+            yield from norm(f"{theirs}.{name}", f"{ours}/{part}", offset=False)
+    yield from norm("model.norm", "decoder/final_norm", offset=False)
 
 
 def used_window(f: Fields) -> int:
@@ -206,6 +205,13 @@ def _write_phi3(c: ModelConfig) -> dict:
     return write_rotary(c) | {"original_max_position_embeddings": original or c.max_length}
 
 
+def _read_olmo3(f: Fields) -> dict:
+    # Transformers applies a `rope_theta` outside of rope_parameters to global layers alone.
+    thetas = {"full_attention": f.get("rope_theta"), "sliding_attention": _THETA}
+    local = [(i + 1) % 4 != 0 for i in range(f.get("num_hidden_layers"))]
+    return _OLMO | local_and_global(f, thetas, local)
+
+
 _QWEN = LAYER_TYPES | {
     "vocab_size": 151936, "intermediate_size": 22016, "num_key_value_heads": optional(int, 32),
     "max_position_embeddings": 32768, "attention_dropout": 0.0,
@@ -215,23 +221,39 @@ _QWEN = LAYER_TYPES | {
 _FUSED_GATE = {"gate_up_proj": ("gate", "in"), "down_proj": ("out",)}
 _LLAMA_TOKENS = {"bos_token_id": 1, "eos_token_id": 2}
 
+_THETA = 500_000.0
+_OLMO_2 = ATTENTION_BIAS | {"vocab_size": 50304, "rms_norm_eps": positive(1e-5)}
+_OLMO_3 = LAYER_TYPES | {"sliding_window": optional(int, 4096), "rope_theta": positive(_THETA)}
+_OLMO_NORMS = {
+    "post_attention_layernorm": "self_attention_residual/res_norm",
+    "post_feedforward_layernorm": "feed_forward_residual/res_norm",
+}
+_OLMO = {"norm_placement": "res_post", "qk_norm": True, "qk_norm_joint": True}
+_olmo = functools.partial(
+    variant, norms=_OLMO_NORMS, special_tokens={"pad_token_id": 1, "eos_token_id": 50_279}
+)
+
 FAMILIES = [
-    Variant(BIASES, special_tokens=_LLAMA_TOKENS).family("llama", "LlamaForCausalLM"),
-    Variant(
+    variant("llama", "LlamaForCausalLM", BIASES, special_tokens=_LLAMA_TOKENS),
+    variant(
+        "mistral", "MistralForCausalLM",
         {
             "intermediate_size": 14336, "num_key_value_heads": optional(int, 8),
             "max_position_embeddings": 131072, "sliding_window": optional(int, 4096, "window"),
             "attention_dropout": 0.0,
         },
         special_tokens=_LLAMA_TOKENS,
-    ).family("mistral", "MistralForCausalLM"),
-    Variant(_QWEN, lambda f: _read_qwen(f) | {"qkv_bias": True}, _write_qwen)
-    .family("qwen2", "Qwen2ForCausalLM"),
-    Variant(
-        {**_QWEN, **ATTENTION_BIAS, "head_dim": 128},
+    ),
+    variant(
+        "qwen2", "Qwen2ForCausalLM", _QWEN,
+        lambda f: _read_qwen(f) | {"qkv_bias": True}, _write_qwen,
+    ),
+    variant(
+        "qwen3", "Qwen3ForCausalLM", {**_QWEN, **ATTENTION_BIAS, "head_dim": 128},
         lambda f: _read_qwen(f) | {"qk_norm": True}, _write_qwen,
-    ).family("qwen3", "Qwen3ForCausalLM"),
-    Variant(
+    ),
+    variant(
+        "smollm3", "SmolLM3ForCausalLM",
         {
             **BIASES, **LAYER_TYPES,
             "vocab_size": 128256, "hidden_size": 2048, "num_hidden_layers": 36,
@@ -243,8 +265,9 @@ FAMILIES = [
         },
         _read_smollm3, _write_smollm3,
         special_tokens={"pad_token_id": 128_004, "bos_token_id": 128_000, "eos_token_id": 128_001},
-    ).family("smollm3", "SmolLM3ForCausalLM"),
-    Variant(
+    ),
+    variant(
+        "phi3", "Phi3ForCausalLM",
         {
             "vocab_size": 32064, "hidden_size": 3072, "intermediate_size": 8192,
             "max_position_embeddings": 4096, "original_max_position_embeddings": 4096,
@@ -256,5 +279,7 @@ FAMILIES = [
         projections={"qkv_proj": QKV},
         feed_forward=functools.partial(gated, names=_FUSED_GATE),
         special_tokens={"pad_token_id": 32_000, "bos_token_id": 1, "eos_token_id": 32_000},
-    ).family("phi3", "Phi3ForCausalLM"),
+    ),
+    _olmo("olmo2", "Olmo2ForCausalLM", _OLMO_2, lambda f: rotary(f) | _OLMO),
+    _olmo("olmo3", "Olmo3ForCausalLM", _OLMO_2 | _OLMO_3, _read_olmo3, write_local_and_global),
 ]  # fmt: skip

@@ -1,11 +1,8 @@
-"""Mixtral (Jiang et al. 2024) and Qwen 3's mixtures of experts.
-
-Mistral and Qwen 3 with an expert mixture in place of each feed-forward.
-"""
+"""Mixtral (Jiang et al. 2024) and Qwen 3 MoE: Mistral and Qwen 3 with mixtures of experts."""
 
 import functools
 
-from transformer.convert.families.llama import ATTENTION_BIAS, Variant, used_window
+from transformer.convert.families.llama import ATTENTION_BIAS, used_window, variant
 from transformer.convert.fields import Field, Fields, optional, positive
 from transformer.convert.rope import rotary, write_rotary
 from transformer.convert.weights import expert, linear, matrix
@@ -70,7 +67,8 @@ _W123 = {"w1": "gate", "w3": "in", "w2": "out"}
 _GATED = {"gate_proj": "gate", "up_proj": "in", "down_proj": "out"}
 
 FAMILIES = [
-    Variant(
+    variant(
+        "mixtral", "MixtralForCausalLM",
         {
             **_ROUTER,
             "intermediate_size": 14336, "num_key_value_heads": optional(int, 8),
@@ -83,8 +81,9 @@ FAMILIES = [
         feed_forward=functools.partial(_weights, "block_sparse_moe", _W123),
         special_tokens={"bos_token_id": 1, "eos_token_id": 2},
         aliases={"num_experts": "num_local_experts"},
-    ).family("mixtral", "MixtralForCausalLM"),
-    Variant(
+    ),
+    variant(
+        "qwen3_moe", "Qwen3MoeForCausalLM",
         {
             **_ROUTER, **ATTENTION_BIAS,
             "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144,
@@ -93,9 +92,8 @@ FAMILIES = [
             "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8,
             "norm_topk_prob": False,
         },
-        _read_qwen3,
-        _write_qwen3,
+        _read_qwen3, _write_qwen3,
         feed_forward=functools.partial(_weights, "mlp", _GATED),
         aliases={"num_local_experts": "num_experts"},
-    ).family("qwen3_moe", "Qwen3MoeForCausalLM"),
+    ),
 ]  # fmt: skip

@@ -37,8 +37,7 @@ def _read(f: Fields, tensors: frozenset[str]) -> dict:
     window = {"sliding_attention": f.get("local_attention") // 2 + 1, "full_attention": 0}
     theta, local_theta = f.get("global_rope_theta"), f.get("local_rope_theta")
     position = rotary_by_type(f, {"full_attention": theta, "sliding_attention": local_theta})
-    why = "feed-forward and head share one bias setting"
-    f.same("classifier_bias", f.get("mlp_bias"), why)
+    f.same("classifier_bias", f.get("mlp_bias"), "feed-forward and head share one bias setting")
     hidden, head = "hidden_activation", "classifier_activation"
     if f.one_of(head, ACTIVATIONS) != f.one_of(hidden, ACTIVATIONS):
         f.same(head, f.get(hidden), "feed-forward and head share an activation")

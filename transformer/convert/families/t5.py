@@ -96,8 +96,7 @@ def _weights(c: ModelConfig):
         yield from linear("lm_head", "unembedding", bias=False)
 
 
-_STACKS = ("encoder", "decoder")
-_COPIES = tuple(Copy(f"{side}.embed_tokens.weight", "shared.weight") for side in _STACKS)
+_COPIES = tuple(Copy(f"{x}.embed_tokens.weight", "shared.weight") for x in ("encoder", "decoder"))
 _MT5 = {"vocab_size": 250112, "d_ff": 1024, "num_layers": 8, "num_heads": 6}
 _MT5 |= {"feed_forward_proj": "gated-gelu"}
 
