@@ -12,8 +12,8 @@ from conftest import make, model_fields, small, tokens
 from transformer import UserError
 from transformer.config import Experiment
 from transformer.data.pipeline import open_data
-from transformer.evaluation.loss import evaluate_loss
-from transformer.evaluation.measure import measure
+from transformer.evaluation.evaluators.base import measure
+from transformer.evaluation.losses import evaluate_loss
 from transformer.evaluation.subject import Snapshot, Subject
 from transformer.mapping import from_mapping
 from transformer.model.layout import flatten

@@ -1,4 +1,7 @@
-"""The model and data that evaluators measure."""
+"""The model and data that evaluators measure, and helpers that show the internals of a model.
+
+Shape suffixes: B batch, T length, E d_embedding, V vocabulary.
+"""
 
 import dataclasses
 import functools
@@ -12,7 +15,9 @@ from flax import linen as nn
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from transformer.data.pipeline import Data
+from transformer.model.layout import flatten, part, where
 from transformer.model.network import build_model
+from transformer.model.placements.base import Parts
 from transformer.parallel.sharding import Share
 from transformer.training import outputs
 from transformer.training.config import TrainTask
@@ -94,3 +99,34 @@ def token_losses(logits_BxTxV: jax.Array, targets_BxT: jax.Array) -> jax.Array:
     """Returns -log p(target), in nats."""
     at_target = jnp.take_along_axis(logits_BxTxV, targets_BxT[..., None], axis=-1)[..., 0]
     return jax.nn.logsumexp(logits_BxTxV, axis=-1) - at_target
+
+
+SELF_ATTENTION_ONLY = ("distance", "previous")
+"""Attention statistics that compare positions, which has no meaning in cross-attention."""
+
+
+def streams(subject: Subject, params, recorded: dict) -> Iterator[tuple[jax.Array, Callable]]:
+    """Yields (input of the head, head) after each layer of the last stack, as if it ended there.
+
+    `recorded` holds the residual streams after the layers (the collection "streams" of
+    model/watch.py). Each is ended as the stack ends.
+    """
+    config, flat = subject.config.model, flatten(recorded)
+    side = config.sides[-1]
+    module, of_stack, done = config.norm_module(parent=None), params[side], 0
+    norm = lambda name: lambda x: module.apply({"params": of_stack.get(name, {})}, x)
+    parts, end = Parts(norm, lambda name, *_: of_stack[name]), config.last_placement(side).end
+    locations = where(config, flat)
+    for layer, of_layer in enumerate(config.layers(side)):
+        path, index = locations[f"{side}/layers_{layer}/after"]
+        after = jax.tree.map(functools.partial(part, place=index), flat[path][0])
+        done += of_layer.residuals_of_layer(side)
+        yield subject.model.apply(params, end(parts, after, done), method="read")
+
+
+def sublayer_of(rest: str) -> str:
+    """Returns the sublayer of a residual, such as "self_attention_residual/sizes", in its layer.
+
+    It is "all" where the sublayers of a layer share one residual.
+    """
+    return rest.partition("/")[0].removesuffix("residual").rstrip("_") or "all"

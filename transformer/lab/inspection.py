@@ -19,13 +19,10 @@ from jax.sharding import Mesh
 from transformer.checks import plain
 from transformer.data.batching import assemble
 from transformer.data.objectives.base import Segment, continued, shifted
-from transformer.data.tokenizer_base import Tokenizer
+from transformer.data.tokenizer import Tokenizer
 from transformer.decoding.generate import Generator, check_tokenizer
 from transformer.errors import UserError
-from transformer.evaluation.inside import SELF_ATTENTION_ONLY, streams, sublayer_of
-from transformer.evaluation.subject import Subject, token_losses
-from transformer.lab.figures import new_figure, styles
-from transformer.lab.page import STYLE, document, figure_html
+from transformer.evaluation.subject import Subject, streams, sublayer_of, token_losses
 from transformer.model.layout import flatten, part, split_layer_path, where
 from transformer.output import count
 from transformer.runs.evaluate import LoadedRun

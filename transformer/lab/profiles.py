@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from transformer.evaluation.evaluators import EVALUATORS
-from transformer.evaluation.measure import measures
+from transformer.evaluation.evaluators.base import measures
 from transformer.lab.results import Arm, Results, RunResult
 from transformer.lab.statistics import Mean, mean
 from transformer.units import bounds

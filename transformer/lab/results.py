@@ -11,7 +11,7 @@ from pathlib import Path
 from transformer.config import Experiment
 from transformer.data.store import TEXT_FIELDS
 from transformer.errors import UserError, nearest
-from transformer.evaluation.measure import measures
+from transformer.evaluation.evaluators.base import measures
 from transformer.files import read_json
 from transformer.lab.guard import allowed_facts
 from transformer.lab.study import load_study

@@ -15,11 +15,11 @@ from transformer.data.pipeline import Data, open_data
 from transformer.data.tokenizer import Tokenizer, load_tokenizer
 from transformer.decoding.generate import Generator
 from transformer.errors import UserError
-from transformer.evaluation.loss import evaluate_loss
-from transformer.evaluation.measure import measure
+from transformer.evaluation.evaluators.base import measure
+from transformer.evaluation.evaluators.translation import exact, group, score
+from transformer.evaluation.losses import evaluate_loss
 from transformer.evaluation.subject import Snapshot, Subject
-from transformer.evaluation.translation import exact, group, score
-from transformer.files import write_atomic, write_json
+from transformer.files import write_atomic
 from transformer.mapping import to_mapping
 from transformer.model.network import build_model
 from transformer.output import counting

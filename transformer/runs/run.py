@@ -21,8 +21,8 @@ from transformer.config import Experiment
 from transformer.data.batching import Batches
 from transformer.data.pipeline import Data, open_data
 from transformer.errors import UserError
-from transformer.evaluation.loss import evaluate_loss
-from transformer.evaluation.measure import measure
+from transformer.evaluation.evaluators.base import measure
+from transformer.evaluation.losses import evaluate_loss
 from transformer.evaluation.subject import Snapshot, Subject
 from transformer.files import check_disk_space
 from transformer.mapping import to_mapping

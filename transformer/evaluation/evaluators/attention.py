@@ -7,7 +7,7 @@ import numpy as np
 
 from transformer.checks import plain
 from transformer.evaluation.evaluators.base import EVALUATORS, Metrics, OneBatch, Snapshot, Subject
-from transformer.evaluation.inside import SELF_ATTENTION_ONLY
+from transformer.evaluation.subject import SELF_ATTENTION_ONLY
 from transformer.model.config import ModelConfig
 from transformer.model.layout import flatten, part, split_layer_path, where
 
@@ -18,8 +18,6 @@ class AttentionStatistics(OneBatch):
 
     Weights are recomputed from queries and keys, so the model may use any attention backend.
     """
-
-    in_training = True
 
     def why_not(self, task):
         if not task.model.observes("heads"):
@@ -35,25 +33,25 @@ class AttentionStatistics(OneBatch):
         model, params = subject.config.model, snapshot.params
         heads = lambda params, batch: flatten(subject.watch(params, batch, "heads")[1]["heads"])
         statistics = subject.program("attention", heads)
-        for (statistic, location), values in _by_head(model, statistics(params, subject.batch)):
-            crosses = location.endswith("cross_attention")
+        for statistic, location, value in _by_head(model, statistics(params, subject.batch)):
+            crosses = "/cross_attention/" in location
             if statistic != "repeated" and not (statistic in SELF_ATTENTION_ONLY and crosses):
-                for head, value in enumerate(values):
-                    yield f"attention/{statistic}/{location}/{head:02d}", float(value)
+                yield f"attention/{statistic}/{location}", value
         if model.family == "decoder":
             repeated = statistics(params, _repeated_tokens(subject))
-            for (statistic, location), values in _by_head(model, repeated):
-                for head, value in enumerate(values) if statistic == "repeated" else ():
-                    yield f"attention/induction/{location}/{head:02d}", float(value)
+            for statistic, location, value in _by_head(model, repeated):
+                if statistic == "repeated":
+                    yield f"attention/induction/{location}", value
 
 
-def _by_head(config: ModelConfig, heads: dict) -> Iterator[tuple[tuple[str, str], np.ndarray]]:
-    """Yields ((STATISTIC, SIDE/LAYER/SUBLAYER), one value per head)."""
+def _by_head(config: ModelConfig, heads: dict) -> Iterator[tuple[str, str, float]]:
+    """Yields (STATISTIC, SIDE/LAYER/SUBLAYER/HEAD, value)."""
     for name, (path, index) in where(config, heads).items():
         side, layer, path_in_layer = split_layer_path(name)
         location = f"{side}/{layer:02d}/{path_in_layer.removesuffix('/heads')}"
         for statistic, values in heads[path][0].items():
-            yield (statistic, location), np.asarray(part(values, index))
+            for head, value in enumerate(np.asarray(part(values, index))):
+                yield statistic, f"{location}/{head:02d}", float(value)
 
 
 def _repeated_tokens(subject: Subject) -> dict[str, jax.Array]:

@@ -21,8 +21,7 @@ NEEDS_TOKENS = "requires target tokens, but data.objective predicts only classes
 class Evaluator:
     """A measurement of a model.
 
-    Its fields are the options that `train.evaluators` may set:
-    `dict(name="extrapolation", times=8)`.
+    `train.evaluators` may set its fields: `dict(name="extrapolation", times=8)`.
     """
 
     name: ClassVar[str]
@@ -63,5 +62,24 @@ class Evaluator:
 class OneBatch(Evaluator):
     """An evaluator that measures one batch."""
 
+    in_training = True
+
     def measured_text(self, task):
         return f"one batch of {count(task.data.batch_size, 'sequence')}"
+
+
+def measure(subject: Subject, snapshot: Snapshot, in_training: bool) -> dict[str, float | str]:
+    """Returns the metrics and texts of all evaluators, or of those that run `in_training`."""
+    metrics: dict[str, float | str] = {}
+    for spec in subject.config.train.evaluators:
+        evaluator = EVALUATORS.build(spec)
+        if evaluator.in_training or not in_training:
+            metrics |= evaluator.measure(subject, snapshot)
+    return metrics
+
+
+def measures(specs, metric: str):
+    """Returns the evaluator that yields a metric such as test/context/000128, or None."""
+    part = f"{metric}/".split("/")[1]
+    evaluators = map(EVALUATORS.build, specs)
+    return next((x for x in evaluators if part in (x.name, *x.metric_prefixes)), None)

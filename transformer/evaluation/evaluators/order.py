@@ -14,8 +14,6 @@ class Order(OneBatch):
     Measured on one batch. It is zero for a model that ignores the order of tokens.
     """
 
-    in_training = True
-
     def why_not(self, task):
         if task.model.is_encoder_decoder or not task.objective.predicts_tokens:
             return "requires a single-stack model with target tokens"
@@ -23,8 +21,8 @@ class Order(OneBatch):
     def measure(self, subject: Subject, snapshot: Snapshot) -> Metrics:
         """Yields order/kl: sum of p log(p / q) at the last position, in nats, mean over sequences.
 
-        p is the prediction for the original sequence, q the prediction after a permutation of all
-        tokens before the last. Each sequence is read as one document.
+        p is the prediction for the original sequence, q that after a permutation of the tokens
+        before the last. Each sequence is read as one document.
         """
 
         def last_log_probs(params, batch):

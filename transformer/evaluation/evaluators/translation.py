@@ -1,14 +1,59 @@
-"""BLEU and sample outputs during training."""
+"""Scores of translations: BLEU (sacreBLEU) and chrF of detokenized text, against all references."""
+
+import itertools
+from collections.abc import Sequence
+
+import sacrebleu
 
 from transformer.checks import at_least
+from transformer.data.sources import Example
 from transformer.decoding.generate import Generator
 from transformer.evaluation.evaluators.base import EVALUATORS, Evaluator, Metrics, Snapshot, Subject
-from transformer.evaluation.translation import group, score
 from transformer.output import count
 
 
+def group(examples: Sequence[Example]) -> tuple[list[str], list[list[str]]]:
+    """Returns the distinct sources, in order, and the distinct references of each."""
+    references: dict[str, list[str]] = {}
+    for source, target in examples:
+        if target not in references.setdefault(source, []):
+            references[source].append(target)
+    return list(references), list(references.values())
+
+
+Scores = tuple[dict[str, float], dict[str, str]]
+"""Name -> score, and name -> sacreBLEU's signature."""
+
+
+def score(hypotheses: Sequence[str], references: Sequence[Sequence[str]]) -> Scores:
+    """Returns `bleu` and `chrf`, both from 0 to 100, and their signatures.
+
+    `bleu_one_reference` and `chrf_one_reference` use the first reference alone.
+    """
+    all_references = list(itertools.zip_longest(*references))
+    first_references = [[refs[0] for refs in references]]
+    scores, signatures = {}, {}
+    for name, metric in {"bleu": sacrebleu.BLEU(), "chrf": sacrebleu.CHRF()}.items():
+        scores[name] = metric.corpus_score(hypotheses, all_references).score
+        signatures[name] = str(metric.get_signature())
+        scores[f"{name}_one_reference"] = metric.corpus_score(hypotheses, first_references).score
+    return scores, signatures
+
+
+def exact(hypotheses: Sequence[str], references: Sequence[Sequence[str]]) -> Scores:
+    """Returns `exact`, the share of hypotheses that equal one of their references."""
+    right = [text in accepted for text, accepted in zip(hypotheses, references, strict=True)]
+    return {"exact": sum(right) / len(right)}, {}
+
+
+class _OfPairs(Evaluator):
+    def why_not(self, task):
+        if not task.objective.has_pairs:
+            return "requires translations of a source; set data.objective = 'seq2seq'"
+
+
 @EVALUATORS.register("translation")
-class Translation(Evaluator):
+class Translation(_OfPairs):
     """BLEU, chrF and sample translations of the first validation sentences, during training.
 
     Uses the decoding settings of `config.decoding`. It does nothing in `evaluate`, which always
@@ -23,10 +68,6 @@ class Translation(Evaluator):
     def __post_init__(self):
         at_least("train.evaluators", self, 1, "sentences")
         at_least("train.evaluators", self, 0, "samples")
-
-    def why_not(self, task):
-        if not task.objective.has_pairs:
-            return "requires translations of a source; set data.objective = 'seq2seq'"
 
     def measured_text(self, task):
         return count(self.sentences, "sentence")
@@ -50,3 +91,31 @@ class Translation(Evaluator):
         for n, (source, hypothesis, accepted) in zip(range(self.samples), shown, strict=False):
             text = f"source     {source}\nmodel      {hypothesis}\nreference  {accepted[0]}\n"
             yield f"translation/sample/{n}", text
+
+
+@EVALUATORS.register("bleu_by_length")
+class BleuByLength(_OfPairs):
+    """BLEU of translations by the number of words in the source."""
+
+    in_training = False
+
+    words: int = 5  # width of each group of lengths
+
+    def __post_init__(self):
+        at_least("train.evaluators", self, 1, "words")
+
+    def measure(self, subject: Subject, snapshot: Snapshot) -> Metrics:
+        """Yields bleu_by_length/WORDS: BLEU by the length of the source.
+
+        Each group has the sources with WORDS to WORDS + `words` - 1 whitespace-separated words.
+        Groups with fewer than ten sources are omitted.
+        """
+        if snapshot.translations is None:
+            return
+        group_of = lambda translation: max(len(translation[0].split()) - 1, 0) // self.words
+        translations = sorted(zip(*snapshot.translations, strict=True), key=group_of)
+        for group_number, members in itertools.groupby(translations, key=group_of):
+            _, hypotheses, references = zip(*members, strict=True)
+            if len(hypotheses) >= 10:
+                shortest = group_number * self.words + 1
+                yield f"bleu_by_length/{shortest:03d}", score(hypotheses, references)[0]["bleu"]

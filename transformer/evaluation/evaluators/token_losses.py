@@ -1,0 +1,149 @@
+"""Evaluators that break down the loss of tokens: by length, by position, with a changed model."""
+
+import dataclasses
+import itertools
+import re
+
+import numpy as np
+
+from transformer.checks import at_least
+from transformer.errors import nearest
+from transformer.evaluation import losses
+from transformer.evaluation.evaluators.base import EVALUATORS, NEEDS_TOKENS, Evaluator
+from transformer.evaluation.subject import Metrics, Snapshot, Subject
+from transformer.mapping import apply_overrides
+
+
+@EVALUATORS.register("extrapolation")
+class Extrapolation(Evaluator):
+    """Loss of a language model in sequences of 1, 2, 4, ..., `times` training lengths.
+
+    The sequences do not overlap. With `sliding`, it is also measured in overlapping ones, whose
+    last tokens alone count; the tokens before them are context. See Press et al. (2022).
+    """
+
+    in_training = False
+    metric_prefixes = ("extrapolation_sliding", "context")
+
+    times: int = 16  # a power of two
+    tokens: int = 65536  # per length, from the start of the text; 0: all
+    sliding: bool = True
+
+    def __post_init__(self):
+        at_least("train.evaluators", self, 1, "times")
+        at_least("train.evaluators", self, 0, "tokens")
+        if self.times & (self.times - 1):
+            raise self.error(f"times: {self.times} must be a power of two")
+        if self.times == 1 and not self.sliding:
+            raise self.error("sliding: False has no effect with times=1; leave it out")
+
+    @property
+    def multiples(self) -> tuple[int, ...]:
+        """1, 2, 4, ..., times."""
+        return tuple(2**n for n in range(self.times.bit_length()))
+
+    def why_not(self, task):
+        if task.model.family != "decoder" or not task.objective.scores_every_token:
+            return "requires a decoder that predicts every token (causal_lm)"
+        model, longest = task.model, task.data.length * self.times
+        if longest > model.max_length and model.position_table:
+            problem = f"reads sequences of data.length * times = {longest} tokens"
+            table = f"the table of model.position = {model.position_table!r}"
+            return f"{problem}, but {table} is shorter; lower times, or raise model.max_length"
+
+    def measured_text(self, task):
+        return f"the first {self.tokens:,} tokens" if self.tokens else ""
+
+    def measure(self, subject: Subject, snapshot: Snapshot) -> Metrics:
+        """Yields three metrics for each LENGTH:
+
+        - extrapolation: nats per token in sequences of this length that do not overlap;
+        - context: mean number of tokens before each token in them, which is half the length if
+          texts are that long, and less if several texts share a sequence;
+        - extrapolation_sliding: nats per token in sequences that start one training length apart,
+          whose last training length alone counts. The first tokens of the text have less context.
+        """
+        config, length = subject.config, subject.config.data.length
+        for times in self.multiples:
+            longer = length * times
+            if (model := losses.reading(config.model, longer)) is None:
+                break  # the model has a parameter per position, up to max_length
+            train = dataclasses.replace(config.train, accumulate=1, evaluators=())
+            devices = subject.mesh.size
+            count = max(config.data.batch_size // times // devices, 1) * devices
+            overlaps = {"extrapolation": 0}
+            if self.sliding and times > 1:
+                overlaps["extrapolation_sliding"] = longer - length
+            for name, overlap in overlaps.items():
+                sizes = {"length": longer, "batch_size": count, "eval_overlap": overlap}
+                data = dataclasses.replace(config.data, buckets=(), **sizes)
+                max_batches = -(-self.tokens // (count * (longer - overlap))) if self.tokens else 0
+                at_length = dataclasses.replace(config, data=data, model=model, train=train)
+                longer_subject = subject.with_config(at_length)
+                mean, context = losses.mean(longer_subject, snapshot, max_batches)
+                yield f"{name}/{longer:06d}", mean
+                if not overlap:
+                    yield f"context/{longer:06d}", context
+
+
+@EVALUATORS.register("loss_by_position")
+class LossByPosition(Evaluator):
+    """Loss by position in the sequence, in `parts` equal parts. It shows the value of context."""
+
+    in_training = True
+
+    parts: int = 8
+
+    def __post_init__(self):
+        at_least("train.evaluators", self, 1, "parts")
+
+    def why_not(self, task):
+        return None if task.objective.predicts_tokens else NEEDS_TOKENS
+
+    def measure(self, subject: Subject, snapshot: Snapshot) -> Metrics:
+        """Yields loss_by_position/POSITION: nats per token from here to the next POSITION.
+
+        Where several documents share a sequence, positions count within the document.
+        """
+        data = subject.config.data
+        length = data.decoder_length if subject.config.model.is_encoder_decoder else data.length
+        edges = np.linspace(0, length, self.parts + 1).astype(int)
+        sums = np.zeros((2, length))
+        for losses_BxT, positions_BxT, weights_BxT in losses.by_token(subject, snapshot):
+            np.add.at(sums[0], positions_BxT, losses_BxT)
+            np.add.at(sums[1], positions_BxT, weights_BxT)
+        for first, last in itertools.pairwise(edges):
+            if weight := sums[1, first:last].sum():
+                yield f"loss_by_position/{first:05d}", float(sums[0, first:last].sum() / weight)
+
+
+@EVALUATORS.register("loss_with")
+class LossWith(Evaluator):
+    """Loss of the same parameters with one field of the model changed.
+
+    Example: `dict(name="loss_with", change="model.causal=True")`.
+    """
+
+    in_training = True
+
+    change: str = ""
+
+    def __post_init__(self):
+        if not re.fullmatch(r"model\.[\w.]+=.+", self.change):
+            form = "must be a field of the model and its value: 'model.window=16'"
+            raise self.error(f"change: {self.change!r} {form}")
+
+    def why_not(self, task):
+        field = self.change.removeprefix("model.").partition("=")[0].partition(".")[0]
+        names = [f.name for f in dataclasses.fields(task.model)]
+        if field not in names:
+            return f"changes {self.change}: no such field; {nearest(field, names)}"
+        return None if task.objective.predicts_tokens else NEEDS_TOKENS
+
+    def measure(self, subject: Subject, snapshot: Snapshot) -> Metrics:
+        """Yields loss_with/FIELD=VALUE: nats per token with this field changed."""
+        field, _, value = self.change.partition("=")
+        changed = apply_overrides(subject.config, {field: value})
+        if losses.shapes(changed.model) != losses.shapes(subject.config.model):
+            raise self.error(f"{self.change} changes the shapes of parameters; choose another")
+        yield f"loss_with/{self.change}", losses.mean(subject.with_config(changed), snapshot)[0]
