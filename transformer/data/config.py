@@ -122,8 +122,7 @@ class DataConfig:
         if self.corpus and self.train:
             raise UserError("data.corpus and data.train: both name a training text; leave one out")
         if self.corpus and (self.valid or self.test or self.fields):
-            way_out = "leave out data.valid, data.test and data.fields, or set data.train instead"
-            raise UserError(f"data.corpus: a known corpus has its own files; {way_out}")
+            raise UserError("data.corpus: a known corpus has its own files; set data.train instead")
         formats = ("tsv", "paired", "text", "jsonl", "arrayrecord", "huggingface", "probe")
         one_of("data.format", self.format, formats)
         for part in ("train", "valid", "test") if self.format == "probe" else ():
@@ -138,18 +137,15 @@ class DataConfig:
             raise UserError(f"data.eval_overlap: {self.eval_overlap} {limit}")
         are_numbers = all(field.isascii() and field.isdigit() for field in self.fields)
         if self.format == "tsv" and not are_numbers:
-            numbers = "column numbers from 0 for data.format='tsv', such as ('0', '1')"
-            raise UserError(f"data.fields: {self.fields} must be {numbers}")
+            raise UserError(f"data.fields: {self.fields} must be column numbers, from 0, of a tsv")
         if self.buckets:
             if min(self.buckets) < 1:
                 raise UserError(f"data.buckets: {self.buckets}; a sequence has at least 1 token")
             if self.packing:
-                way_out = "set data.packing=False or leave out data.buckets"
-                raise UserError(f"data.buckets: sequences are either packed or bucketed; {way_out}")
+                raise UserError("data.buckets: text is packed or bucketed; set data.packing=False")
             widths = f"data.buckets: {self.buckets}"
             if any(width * self.decoder_length % self.length for width in self.buckets):
-                factor = "data.target_length / data.length"
-                raise UserError(f"{widths} times {factor} must be integers")
+                raise UserError(f"{widths} times data.target_length / data.length must be integers")
             if sorted(set(self.buckets)) != list(self.buckets) or self.buckets[-1] != self.length:
                 raise UserError(f"{widths} must increase and end in data.length = {self.length}")
 

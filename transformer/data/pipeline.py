@@ -10,7 +10,7 @@ from transformer.data.batching import Batches
 from transformer.data.config import Task
 from transformer.data.objectives.base import Objective
 from transformer.data.store import Store, open_store
-from transformer.data.tokenizer_base import Tokenizer
+from transformer.data.tokenizer import Tokenizer
 from transformer.errors import UserError
 from transformer.model.config import ModelConfig
 from transformer.model.special_tokens import as_tuple
@@ -82,8 +82,7 @@ def open_data(config: Task, tokenizer: Path | None = None) -> Data:
     """Opens the data of an experiment. Data that is not cached is fetched, split and tokenized.
 
     `tokenizer` is the tokenizer file of an existing run. If given, it tokenizes the text, even if
-    training a tokenizer again (for example with another version of SentencePiece) would yield a
-    different one.
+    training again, such as with another version of SentencePiece, would yield a different one.
     """
     settings = config.data.tokenizer
     # The config names an existing tokenizer: read the copy in the run.

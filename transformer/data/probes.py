@@ -51,20 +51,16 @@ def addition(rng: np.random.Generator, length: int) -> tuple[str, str]:
 
 
 def induction(rng: np.random.Generator, length: int) -> tuple[str, str]:
-    """What followed the previous occurrence of the last letter: ...xy......x -> y.
-
-    See Olsson et al. 2022.
-    """
+    """What followed the last letter where it occurred before: ..xy..x -> y (Olsson et al. 2022)."""
     letters = _letters(rng, max(length - 1, 1))
     query = letters[int(rng.integers(0, len(letters)))]
     return letters + query, (letters + query)[letters.rindex(query) + 1]
 
 
 def needle(rng: np.random.Generator, length: int) -> tuple[str, str]:
-    """Returns a text that ends in a capital letter, and the digit after its first occurrence.
+    """The digit after the first occurrence of the last letter, a capital: fjsB4kq...A7..lsB -> 4.
 
-    Example: fjsB4kq...A7..lsB -> 4. The text consists of lowercase letters and up to four pairs of
-    a capital and a digit.
+    The text consists of lowercase letters and up to four pairs of a capital and a digit.
     """
     text, count = list(_letters(rng, length)), max(1, min(4, length // 4))
     positions = rng.choice(max(length // 2, 1), count, replace=False) * 2
@@ -118,12 +114,10 @@ def parse(path: str, field: str = "data.train") -> TaskSpec:
     """Parses a path. Raises UserError for an invalid one."""
     match = re.fullmatch(r"(\w+):(\d+)-(\d+)(?::(\d+))?", path)
     if not match:
-        forms = "TASK:SHORTEST-LONGEST or TASK:SHORTEST-LONGEST:EXAMPLES"
-        example = "for data.format='probe', such as 'reverse:1-20'"
-        raise UserError(f"{field}: {path!r} must be {forms} {example}")
+        forms = "TASK:SHORTEST-LONGEST or TASK:SHORTEST-LONGEST:EXAMPLES, such as 'reverse:1-20'"
+        raise UserError(f"{field}: {path!r} must be {forms}")
     look_up(TASKS, match[1], field)
     shortest, longest = int(match[2]), int(match[3])
     if not 1 <= shortest <= longest:
-        lengths = f"lengths from {shortest} to {longest}"
-        raise UserError(f"{field}: {path!r}: {lengths} must satisfy 1 <= SHORTEST <= LONGEST")
+        raise UserError(f"{field}: {path!r}: must satisfy 1 <= SHORTEST <= LONGEST")
     return TaskSpec(match[1], shortest, longest, *([int(match[4])] if match[4] else []))

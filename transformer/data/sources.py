@@ -47,9 +47,8 @@ def read(
         examples = (example for file in expand(path) for example in reader(file, fields))
     for example in examples:
         if len(example) != len(columns):
-            yields = f"{format!r} yields {len(example)} text(s) per example"
-            needs = f"the objective needs {', '.join(columns)}; see data.objective"
-            raise UserError(f"data.format: {yields}, but {needs}")
+            needs = f"but data.objective needs {', '.join(columns)}"
+            raise UserError(f"data.format: {format!r} yields {len(example)} text(s), {needs}")
         if all(text.strip() for text in example):
             count += 1
             yield example
@@ -77,8 +76,7 @@ def as_path(text: str, field: str) -> epath.Path:
         if separator:
             path.exists()  # imports the package that reads the bucket
     except KeyError:
-        way_out = "download the file, or use a local path or gs://"
-        raise UserError(f"{field}: {text!r} cannot be read; {way_out}") from None
+        raise UserError(f"{field}: {text!r} cannot be read; use a local path or gs://") from None
     except ImportError as e:
         gcs = "the extra [gcs]: pip install -e '.[gcs]'"
         needed = gcs if scheme == "gs" else f"a package ({e})"
@@ -94,8 +92,7 @@ def expand(pattern: str, field: str = "data") -> list[epath.Path]:
             where = "" if path.is_absolute() else f"; the path is relative to {Path.cwd()}"
             raise UserError(f"{field}: no file {pattern!r}{where}")
         if path.is_dir():
-            files = f"{pattern.rstrip('/')}/*"
-            raise UserError(f"{field}: {pattern!r} is a folder; name its files: {files}")
+            raise UserError(f"{field}: {pattern!r} is a folder; name its files: FOLDER/*")
         return [path]
     siblings = path.parent.iterdir() if path.parent.exists() else ()
     files = sorted(file for file in siblings if fnmatch.fnmatch(file.name, path.name))
@@ -144,10 +141,7 @@ def _text(file: epath.Path, fields) -> Iterator[Example]:
 
 
 def _tsv(file: epath.Path, fields) -> Iterator[Example]:
-    """Yields the first columns of tab-separated lines, such as source and target.
-
-    If `fields` are column numbers (from 0), it yields these instead. Other columns are ignored.
-    """
+    """Yields the columns of tab-separated lines that `fields` number from 0, or the first ones."""
     by_number = all(field.isdigit() for field in fields)
     columns = [int(field) for field in fields] if by_number else range(len(fields))
     for number, line in _lines(file):
@@ -163,22 +157,17 @@ def _tsv(file: epath.Path, fields) -> Iterator[Example]:
 
 
 def _paired(path: str) -> Iterator[Example]:
-    """Pairs the lines of two files, or of the files of two globs.
-
-    Raises UserError if wildcards match different texts in two names, or a file has no partner.
-    """
+    """Pairs the lines of two files, or of the files of two globs whose wildcards match alike."""
     sources, targets = map(_by_wildcards, patterns("paired", path))
     for (source_key, source), (target_key, target) in zip(sources, targets, strict=False):
         if source_key != target_key and source_key and target_key:
             problem = f"{source.name} and {target.name} are not a pair"
             texts = f"{'/'.join(source_key)!r} and {'/'.join(target_key)!r}"
-            way_out = "add the missing file, or change the globs"
-            raise UserError(f"data: {path}: {problem}: the wildcards match {texts}; {way_out}")
+            raise UserError(f"data: {path}: {problem}: the wildcards match {texts}; fix the globs")
     if len(sources) != len(targets):
         unpaired = max(sources, targets, key=len)[min(len(sources), len(targets))][1]
         matches = f"{path} matches {len(sources)} and {len(targets)} files"
-        problem = f"{matches}, and {unpaired.name} has no partner"
-        raise UserError(f"data: {problem}; 'paired' needs the same number of each")
+        raise UserError(f"data: {matches}, and {unpaired.name} has no partner; add it")
     for (_, source), (_, target) in zip(sources, targets, strict=True):
         for a, b in itertools.zip_longest(_lines(source), _lines(target)):
             if a is None or b is None:
@@ -232,8 +221,7 @@ def _field(record: dict, field: str, where: str) -> str:
     if not isinstance(value, str):
         raise UserError(f"{where}: field {field!r} is {json.dumps(value)[:40]}, not text")
     if any(0xD800 <= ord(c) <= 0xDFFF for c in value):
-        problem = "half of a surrogate pair, which is not a character"
-        raise UserError(f"{where}: field {field!r} contains {problem}")
+        raise UserError(f"{where}: field {field!r} contains half of a surrogate pair")
     return value
 
 

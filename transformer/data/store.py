@@ -1,8 +1,7 @@
 """The token store: a corpus that is split and tokenized once, memory-mapped and indexed.
 
 Each text is stored as its ids followed by eos. A store is in `$TRANSFORMER_DATA/tokens/KEY`. The
-key is a hash of everything on which the store depends. So experiments with the same text and
-tokenizer share a store, and experiments with another tokenizer do not.
+key is a hash of everything on which the store depends, so that experiments can share a store.
 """
 
 import dataclasses
@@ -16,16 +15,10 @@ from pathlib import Path
 
 import numpy as np
 
-from transformer.data import corpora, sources, split
+from transformer.data import corpora, sources, split, tokenizer as tokenizers
 from transformer.data.config import DataConfig
 from transformer.data.sources import Example
-from transformer.data.tokenizer import (
-    Tokenizer,
-    find_tokenizer,
-    load_tokenizer,
-    read_tokenizer,
-    train_tokenizer,
-)
+from transformer.data.tokenizer import Tokenizer
 from transformer.errors import UserError
 from transformer.files import new_folder
 from transformer.mapping import to_mapping
@@ -86,20 +79,18 @@ class Store:
 
 
 def open_store(config: DataConfig, vocab_size: int) -> Store:
-    """Opens the store of a config.
+    """Opens the store of a config. If there is none yet, splits and tokenizes the text.
 
-    If it does not exist yet, splits the text, trains the tokenizer and tokenizes the text. The
-    tokenizer gets those of `vocab_size` ids that the objective does not reserve.
+    A trained tokenizer gets those of `vocab_size` ids that the objective does not reserve.
     """
     if not config.corpus and not config.train:
-        command = "python -m transformer data"
-        raise UserError(f"data.corpus or data.train: set one of them ({command} lists the corpora)")
+        raise UserError("data.corpus or data.train: set one (see python -m transformer data)")
     objective = config.chosen
     text = _Text(config, objective.columns)
     inputs = {k: v for k, v in to_mapping(config).items() if k in (*TEXT_FIELDS, "tokenizer")}
     # The key contains a hash of the tokenizer instead of its path.
     inputs["tokenizer"] = {k: v for k, v in inputs["tokenizer"].items() if k != "path"}
-    existing = read_tokenizer(config.tokenizer.path) if config.tokenizer.path else None
+    existing = tokenizers.read_tokenizer(config.tokenizer.path) if config.tokenizer.path else None
     inputs["tokenizer_sha256"] = "" if existing is None else hashlib.sha256(existing).hexdigest()
     inputs |= {"columns": objective.columns, "reserved": objective.reserved}
     inputs |= {"files": text.fingerprint(), "version": VERSION, "vocab_size": vocab_size}
@@ -108,7 +99,7 @@ def open_store(config: DataConfig, vocab_size: int) -> Store:
     if not (folder / "meta.json").exists():
         with new_folder(folder, keep=True) as new:
             _build(new, text, config, vocab_size)
-    tokenizer = load_tokenizer(find_tokenizer(folder), config.tokenizer)
+    tokenizer = tokenizers.load_tokenizer(tokenizers.find_tokenizer(folder), config.tokenizer)
     _check_size(tokenizer, config, vocab_size)
     return Store(folder, tokenizer, json.loads((folder / "meta.json").read_text()))
 
@@ -176,10 +167,7 @@ class _Text:
         return itertools.compress(self.read("train"), chosen)
 
     def overlap(self) -> dict[str, int]:
-        """The number of examples in each held-out file that share a text with training.
-
-        Only the texts that `_texts_to_separate` returns count.
-        """
+        """The number of examples in each held-out file that share a text with training."""
         parts = [part for part in ("valid", "test") if part in self.paths]
         if not parts:
             return {}
@@ -192,11 +180,8 @@ class _Text:
         return {part: sum(map(is_shared, self._file(part))) for part in parts}
 
     def _texts_to_separate(self, example: Example) -> Example:
-        """The texts that held-out examples must not share with training: source and target.
-
-        In a synthetic task, the question alone: there may be only ten different answers.
-        """
-        if self.format == "probe":
+        """The texts that held-out examples must not share with training: source and target."""
+        if self.format == "probe":  # the question alone: there may be only ten different answers
             return example[-1:] if self.reverse else example[:1]
         return example[: self.sides]
 
@@ -207,16 +192,17 @@ class _Text:
 
 def _build(folder: Path, text: _Text, config: DataConfig, vocab_size: int) -> None:
     if config.tokenizer.path:
-        tokenizer = load_tokenizer(config.tokenizer.path, config.tokenizer)
+        tokenizer = tokenizers.load_tokenizer(config.tokenizer.path, config.tokenizer)
         _check_size(tokenizer, config, vocab_size)
     else:
         for field in ("pad_id", "bos_id", "eos_id", "source_bos_id"):
             if getattr(config.tokenizer, field) >= 0:
-                way_out = "set data.tokenizer.path, or leave it at -1"
-                problem = "applies only to an existing tokenizer"
-                raise UserError(f"data.tokenizer.{field}: {problem}; {way_out}")
+                problem = "applies only to an existing tokenizer; set data.tokenizer.path"
+                raise UserError(f"data.tokenizer.{field}: {problem}, or leave it at -1")
         texts = itertools.chain.from_iterable(example[: text.sides] for example in text.train())
-        tokenizer = train_tokenizer(config.tokenizer, vocab_size, texts, config.chosen.reserved)
+        tokenizer = tokenizers.train_tokenizer(
+            config.tokenizer, vocab_size, texts, config.chosen.reserved
+        )
     (folder / tokenizer.name).write_bytes(tokenizer.content)
     meta = {"tokenizer_sha256": tokenizer.sha256, "overlap": text.overlap()}
     if len(text.columns) > text.sides:
@@ -231,13 +217,17 @@ def _build(folder: Path, text: _Text, config: DataConfig, vocab_size: int) -> No
 def _check_size(tokenizer: Tokenizer, config: DataConfig, vocab_size: int) -> None:
     needed = tokenizer.vocab_size + config.chosen.num_added_tokens(tokenizer)
     if needed > vocab_size:
-        pieces = f"the {tokenizer.vocab_size} pieces of {config.tokenizer.path}"
-        total = f"{pieces} and the objective's special tokens are {needed}"
-        raise UserError(f"model.vocab_size: {vocab_size}, but {total}; increase it")
+        total = f"the pieces of {config.tokenizer.path} and the objective's special tokens"
+        raise UserError(f"model.vocab_size: {vocab_size}, but {total} are {needed}; increase it")
 
 
 def _tokenize(
-    folder: Path, part: str, examples: Iterator[Example], tokenizer: Tokenizer, text: _Text, classes
+    folder: Path,
+    part: str,
+    examples: Iterator[Example],
+    tokenizer: Tokenizer,
+    text: _Text,
+    classes,
 ) -> dict:
     """Writes a split in blocks, since a corpus may exceed memory. Returns its counts."""
     digest, counts = hashlib.sha256(), {"examples": 0, "bytes": 0, "words": 0}
@@ -262,11 +252,9 @@ def _tokenize(
             labels += [tags for _, tags in encoded]
             sides_ids = [[ids for ids, _ in encoded]]
         else:
-            sides_ids = []
-            for side in sides:
-                is_target = text.columns[side] == "target"
-                encode = tokenizer.encode_targets if is_target else tokenizer.encode
-                sides_ids.append(encode([example[side] for example in block]))
+            encoders = {"target": tokenizer.encode_targets}
+            encode = [encoders.get(text.columns[side], tokenizer.encode) for side in sides]
+            sides_ids = [encode[side]([example[side] for example in block]) for side in sides]
         if text.columns[-1] == "label":
             numbers = [_class(number, example[-1], example[0]) for example in block]
             labels.append(np.array(numbers, np.int32))

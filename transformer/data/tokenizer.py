@@ -2,12 +2,13 @@
 
 import base64
 import functools
+import hashlib
 import io
 import json
 import os
 import random
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,14 +16,108 @@ import sentencepiece
 
 from transformer.data.config import TokenizerConfig
 from transformer.data.sources import as_path
-from transformer.data.tokenizer_base import BOS, EOS, PAD, UNK, Tokenizer, as_list
 from transformer.errors import UserError
+
+PAD, BOS, EOS, UNK = 0, 1, 2, 3
+"""Special tokens of the tokenizers that this library trains. An existing one may have others."""
 
 DEFAULTS = TokenizerConfig()
 """The default config: an existing tokenizer keeps the special tokens that its file defines."""
 
 FILES = {".model": "tokenizer.model", ".json": "tokenizer.json", ".pair": "tokenizer.pair"}
 """Suffix of a tokenizer's file -> its name in a run directory."""
+
+
+def as_list(texts: Sequence[str]) -> list[str]:
+    """Returns a list of texts. Raises UserError for one text, whose characters are texts too."""
+    if isinstance(texts, str):
+        raise UserError(f"texts: {texts[:20]!r} is one text; pass a list of texts")
+    return list(texts)
+
+
+class Tokenizer:
+    """A tokenizer. `content` is its file, and `name` the name of that file in a run directory."""
+
+    content: bytes
+    name: str
+    vocab_size: int
+    pad: int  # ids of special tokens: padding
+    bos: int  # begins a text, or the input of a decoder
+    eos: int  # ends a text
+    source_prefix_ids: Sequence[int] = ()  # the one that begins a source, or none
+    mask: int | None = None  # replaces tokens that are predicted
+
+    def set_special_tokens(self, config: TokenizerConfig, name: str, **defaults: int) -> None:
+        """Sets the special tokens that the config sets, or else `defaults` (-1: none).
+
+        Raises UserError, with the tokenizer's `name`, for a token that is not set or not a piece.
+        """
+        ids = {}
+        for token, default in defaults.items():
+            configured = getattr(config, f"{token}_id")
+            ids[token] = default if configured < 0 else configured
+            if not ids[token] >= 0:
+                field = f"data.tokenizer.{token}_id"
+                raise UserError(f"{field}: must be set; {name} does not define it")
+        for token, i in (ids | {"source_bos": config.source_bos_id}).items():
+            if token != "pad" and i >= self.vocab_size:
+                pieces = f"the {self.vocab_size} pieces of {name}"
+                raise UserError(f"data.tokenizer.{token}_id: {i} is not one of {pieces}")
+        self.pad, self.bos, self.eos = ids["pad"], ids["bos"], ids["eos"]
+        self.source_prefix_ids = [config.source_bos_id] if config.source_bos_id >= 0 else []
+
+    @property
+    def files(self) -> dict[str, bytes]:
+        """The files in which other libraries read the tokenizer: file name -> content."""
+        return {self.name: self.content}
+
+    @property
+    def sha256(self) -> str:
+        return hashlib.sha256(self.content).hexdigest()
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of each text, without bos or eos. Raises UserError unless `texts` is a list."""
+        raise NotImplementedError
+
+    def encode_targets(self, texts: Sequence[str]) -> list[list[int]]:
+        """The same for texts in the target language, which may have other pieces."""
+        return self.encode(texts)
+
+    def encode_words(self, words: Sequence[str]) -> list[list[int]]:
+        """The ids of each word of a text, including the space before it."""
+        return self.encode(words)
+
+    def find(self, piece: str) -> int | None:
+        """The id of a piece, or None if there is no such piece."""
+        raise NotImplementedError
+
+    def piece(self, i: int) -> str:
+        """The piece of an id for display. `\u2581` stands for a space before it."""
+        raise NotImplementedError
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of the ids up to the first eos. Omits pad, bos and ids without a piece."""
+        ids = [int(i) for i in ids]
+        skip = {self.pad, self.bos} - {self.eos}
+        if self.bos == self.eos and ids[:1] == [self.bos]:  # GPT-2 has one token for both
+            ids = ids[1:]
+        if self.eos in ids:
+            ids = ids[: ids.index(self.eos)]
+        return self._text([i for i in ids if i not in skip and i < self.vocab_size])
+
+    def _text(self, ids: list[int]) -> str:
+        raise NotImplementedError
+
+    @functools.cached_property
+    def text_ids(self) -> np.ndarray:
+        """The ids of the pieces for text: no special tokens, no bytes."""
+        raise NotImplementedError
+
+    @functools.cached_property
+    def starts_word(self) -> np.ndarray:
+        """bool[vocab_size]: whether a piece begins a word."""
+        pieces = map(self.piece, range(self.vocab_size))
+        return np.array([piece.startswith(("\u2581", "\n")) for piece in pieces])
 
 
 class SentencePiece(Tokenizer):
@@ -49,6 +144,14 @@ class SentencePiece(Tokenizer):
         p = self._processor
         self.set_special_tokens(config, name, pad=p.pad_id(), bos=p.bos_id(), eos=p.eos_id())
 
+    @staticmethod
+    def can_read(content: bytes) -> bool:
+        """Whether `content` is a SentencePiece model. (Llama 3's tokenizer.model is not.)"""
+        try:
+            return bool(sentencepiece.SentencePieceProcessor().LoadFromSerializedProto(content))
+        except RuntimeError:
+            return False
+
     def encode(self, texts):
         return self._processor.encode(as_list(texts), num_threads=os.cpu_count() or 1)
 
@@ -67,10 +170,6 @@ class SentencePiece(Tokenizer):
         p = self._processor
         is_other = lambda i: p.is_control(i) or p.is_unknown(i) or p.is_unused(i) or p.is_byte(i)
         return np.array([i for i in range(self.vocab_size) if not is_other(i)])
-
-    @functools.cached_property
-    def starts_word(self):
-        return np.array([piece.startswith(("\u2581", "\n")) for piece in self._pieces])
 
 
 class Fast(Tokenizer):
@@ -201,11 +300,6 @@ class TokenizerPair(Tokenizer):
         text = sorted(i for i, piece in self._pieces.items() if not piece.startswith(">>"))
         return np.array([i for i in text if i not in special])
 
-    @functools.cached_property
-    def starts_word(self):
-        pieces = [self._pieces.get(i, "") for i in range(self.vocab_size)]
-        return np.array([piece.startswith("\u2581") for piece in pieces])
-
 
 def load_tokenizer(path: str | os.PathLike, config: TokenizerConfig = DEFAULTS) -> Tokenizer:
     """Loads a SentencePiece .model, a tokenizer.json or a .pair."""
@@ -220,14 +314,6 @@ def read_tokenizer(path: str | os.PathLike) -> bytes:
     if not file.is_file():
         raise UserError(f"data.tokenizer.path: no file {str(path)!r}")
     return file.read_bytes()
-
-
-def is_sentencepiece(content: bytes) -> bool:
-    """Whether `content` is a SentencePiece model. (Llama 3's tokenizer.model is not.)"""
-    try:
-        return bool(sentencepiece.SentencePieceProcessor().LoadFromSerializedProto(content))
-    except RuntimeError:
-        return False
 
 
 def find_tokenizer(folder: str | os.PathLike) -> Path | None:
@@ -246,9 +332,8 @@ def train_tokenizer(
     model, pieces = io.BytesIO(), vocab_size - reserved
     lines = iter(_sample(sentences, config.max_sentences))
     if pieces < 1:
-        others = f"the {reserved} special tokens of data.objective"
-        problem = f"{vocab_size} leaves no piece besides {others}"
-        raise UserError(f"model.vocab_size: {problem}; increase it")
+        problem = f"{vocab_size} leaves no piece besides the {reserved} special tokens"
+        raise UserError(f"model.vocab_size: {problem} of data.objective; increase it")
     by_pieces = config.kind != "char"
     settings = {
         "model_type": config.kind, "vocab_size": pieces, "hard_vocab_limit": by_pieces,
@@ -268,14 +353,11 @@ def train_tokenizer(
         if not largest and not smallest:
             problem = f"SentencePiece cannot be trained on this text ({str(e).strip()})"
             raise UserError(f"data.tokenizer: {problem}") from None
-        if largest:
-            way_out = f"set it to {largest[1]} or less"
-        else:
-            way_out = f"set it to {smallest[1]} or more, for its characters and bytes"
+        way_out = f"{largest[1]} or less" if largest else f"{smallest[1]} or more"
         if reserved:
             way_out += f", and data.objective needs {reserved} more for special tokens"
         problem = f"SentencePiece cannot make {pieces} pieces of this text"
-        raise UserError(f"model.vocab_size: {problem}; {way_out}") from None
+        raise UserError(f"model.vocab_size: {problem}; set it to {way_out}") from None
     trained = SentencePiece(model.getvalue())
     assert (trained.pad, trained.bos, trained.eos) == (PAD, BOS, EOS)
     return trained

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from transformer.data.tokenizer_base import Tokenizer
+from transformer.data.tokenizer import Tokenizer
 from transformer.decoding.beam import beam_search
 from transformer.decoding.config import DecodingConfig, DecodingTask
 from transformer.decoding.sampling import sample

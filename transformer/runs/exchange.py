@@ -13,8 +13,7 @@ from transformer.config import DataConfig, Experiment, TokenizerConfig, TrainCon
 from transformer.convert.hf import open_directory, read_params, save_hf
 from transformer.convert.special_tokens import read_id
 from transformer.data.pipeline import check_special_tokens, special_tokens
-from transformer.data.tokenizer import Fast, TokenizerPair, is_sentencepiece, load_tokenizer
-from transformer.data.tokenizer_base import Tokenizer
+from transformer.data.tokenizer import Fast, SentencePiece, Tokenizer, TokenizerPair, load_tokenizer
 from transformer.errors import UserError
 from transformer.files import new_folder, read_json
 from transformer.mapping import apply_overrides
@@ -119,7 +118,7 @@ def _tokenizer(directory: Path, tokenizer_config: TokenizerConfig) -> Tokenizer 
     # Preferred to tokenizer.json: SentencePiece ids are the model's, without added tokens.
     for name in ("spiece.model", "tokenizer.model"):
         model = directory / name
-        if model.is_file() and (is_sentencepiece(model.read_bytes()) or not file.is_file()):
+        if model.is_file() and (SentencePiece.can_read(model.read_bytes()) or not file.is_file()):
             return load_tokenizer(model, tokenizer_config)
     if file.is_file():
         return load_tokenizer(file, tokenizer_config)

@@ -1,7 +1,6 @@
 """The interface of objectives, which turn tokenized texts into sequences of inputs and targets.
 
-An objective assigns parts of texts to sequences and returns the segments of each sequence. All
-objectives share the assembly of sequences into batches (data/batching.py).
+data/batching.py assembles the sequences of all objectives into batches.
 """
 
 import dataclasses
@@ -16,7 +15,7 @@ import numpy as np
 from transformer.data.config import Task
 from transformer.data.objectives import OBJECTIVES
 from transformer.data.store import Store, Texts
-from transformer.data.tokenizer_base import Tokenizer
+from transformer.data.tokenizer import Tokenizer
 
 register = OBJECTIVES.register
 

@@ -12,6 +12,10 @@ class _Labels(Objective):
     never_splits = True
     generates_text = False
 
+    def check(self, task):
+        if task.data.packing:
+            return "puts one text in each sequence; set data.packing=False"
+
     def sequences(self, store, part, task):
         return _LabeledSequences(store, part, task.data, whole=self.columns[-1] == "label")
 
@@ -32,9 +36,8 @@ class Classification(_Labels):
             return "predicts one label per text; set model.pooling to cls, mean or last"
         if task.model.pooling == "cls" and task.model.family == "decoder":
             problem = "the first token of a decoder attends only to itself"
-            way_out = "set model.pooling to last or mean"
-            return f"classifies the whole text, but {problem}; {way_out}"
-        return _check_unpacked(task)
+            return f"classifies the whole text, but {problem}; set model.pooling to last or mean"
+        return super().check(task)
 
 
 @register("tagging")
@@ -50,16 +53,8 @@ class Tagging(_Labels):
         if not task.model.num_labels:
             return "predicts tags; set model.num_labels"
         if task.model.pooling != "none":
-            problem = f"model.pooling = {task.model.pooling!r} leaves one per text"
-            return f"predicts one tag per word, but {problem}; set it to none"
-        return _check_unpacked(task)
-
-
-def _check_unpacked(task) -> str | None:
-    if task.data.packing:
-        way_out = "set data.packing=False (data.buckets reduces padding)"
-        return f"puts one text in each sequence; {way_out}"
-    return None
+            return f"tags words, but model.pooling = {task.model.pooling!r}; set it to none"
+        return super().check(task)
 
 
 class _LabeledSequences:

@@ -96,10 +96,8 @@ class _Denoising(Objective):
             return f"does not fit into data.length = {task.data.length}; increase data.length"
         spans = max(d.counts(size)[1] for d in self.denoisers)
         if spans > self.sentinels:
-            problem = f"{spans} spans in pieces of {size} tokens"
-            way_out = "increase sentinels or mean_length"
-            return f"has {self.sentinels} sentinels, but {problem}; {way_out}"
-        return None
+            needs = f"{spans} spans in pieces of {size} tokens"
+            return f"has {self.sentinels} sentinels, but {needs}; increase sentinels or mean_length"
 
     def piece(self, task) -> int:
         """The length of the longest piece that fits into a sequence with every denoiser."""
@@ -126,8 +124,7 @@ class _Pieces:
     def segments(self, index: int, draw: Draw) -> list[Segment]:
         ids = np.asarray(self._ids[index * self._size : (index + 1) * self._size], np.int32)
         generator, tokenizer, denoisers = draw(), self._tokenizer, self._objective.denoisers
-        number = generator.integers(len(denoisers)) if len(denoisers) > 1 else 0
-        denoiser = denoisers[number]
+        denoiser = denoisers[generator.integers(len(denoisers)) if len(denoisers) > 1 else 0]
         sentinel = self._objective.first_sentinel(tokenizer)
         inputs, targets = denoiser.split(ids, sentinel, tokenizer.eos, generator)
         if denoiser.mode_token >= 0:

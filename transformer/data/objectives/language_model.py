@@ -30,9 +30,8 @@ class CausalLM(Objective):
 
 class _LMSequences:
     def __init__(self, store, part: str, length: int, packing: bool, overlap: int):
-        texts, self._tokenizer = store.texts(part, 0), store.tokenizer
+        texts, self._tokenizer, self.report = store.texts(part, 0), store.tokenizer, {}
         self._ids, self._ends = texts.ids, np.asarray(texts.ends)
-        self.report = {}
         total, new = len(texts.ids), length - overlap
         self._starts = np.arange(0, total, new) if packing else parts(texts, new)[0]
         self._stops = np.minimum(np.append(self._starts[1:], total), self._starts + new)
@@ -82,7 +81,6 @@ def check_prefix(task) -> str | None:
     """Why a decoder-only model cannot read a prefix bidirectionally; None if it can."""
     if task.model.family == "decoder" and not task.model.prefix_lm:
         return "gives the decoder a prefix to read bidirectionally; set model.prefix_lm=True"
-    return None
 
 
 class _PrefixSequences:
@@ -94,8 +92,7 @@ class _PrefixSequences:
         starts, stops = parts(texts, max_tokens)
         keep = stops - starts >= 2
         self._starts, self._stops = starts[keep], stops[keep]
-        sizes = self._stops - self._starts
-        self.lengths = sizes
+        sizes = self.lengths = self._stops - self._starts
         if not self._alone:
             scaled = -(-sizes * data.length // data.decoder_length)
             self.lengths = np.maximum(sizes + 1, scaled)

@@ -56,15 +56,12 @@ class MaskedLM(Objective):
             return f"has mask = {self.mask} and random = {self.random}, {limits}"
         heads = (model.token_types, model.num_labels, model.pooling)
         if self.next_sentence and heads != (2, 2, "cls"):
-            way_out = "set model.token_types=2, model.num_labels=2, model.pooling='cls'"
-            return f"with next_sentence distinguishes two sentences; {way_out}"
+            settings = "model.token_types=2, model.num_labels=2, model.pooling='cls'"
+            return f"with next_sentence distinguishes two sentences; set {settings}"
         if self.next_sentence and task.data.length < 5:
-            way_out = f"increase data.length = {task.data.length}"
-            return f"with next_sentence needs sequences of at least 5 tokens; {way_out}"
+            return "with next_sentence needs sequences of at least 5 tokens; increase data.length"
         if self.next_sentence and (task.data.packing or task.data.buckets):
-            way_out = "set data.packing=False and leave out data.buckets"
-            return f"with next_sentence puts one pair in each sequence; {way_out}"
-        return None
+            return "with next_sentence needs data.packing=False without data.buckets"
 
     def sequences(self, store, part, task):
         sequences = _SentencePairs if self.next_sentence else _MaskedSequences
@@ -133,8 +130,8 @@ class _SentencePairs:
         self._text = np.searchsorted(np.asarray(texts.ends), self._starts, "right")
         self._first = np.flatnonzero(self._text[:-1] == self._text[1:])
         if len(np.unique(self._text)) < 2:
-            needs = "next_sentence needs at least two texts"
-            raise UserError(f"data.objective: {needs}; the {part} split has one")
+            problem = f"needs at least two texts; the {part} split has one"
+            raise UserError(f"data.objective: next_sentence {problem}")
         alone = len(texts) - len(np.unique(self._text[self._first]))
         self.lengths = np.full(len(self._first), data.length)
         self.report = {"texts are too short to form a pair": alone} if alone else {}
