@@ -217,8 +217,9 @@ def _build(folder: Path, text: _Text, config: DataConfig, vocab_size: int) -> No
 def _check_size(tokenizer: Tokenizer, config: DataConfig, vocab_size: int) -> None:
     needed = tokenizer.vocab_size + config.chosen.num_added_tokens(tokenizer)
     if needed > vocab_size:
-        total = f"the pieces of {config.tokenizer.path} and the objective's special tokens"
-        raise UserError(f"model.vocab_size: {vocab_size}, but {total} are {needed}; increase it")
+        pieces = f"the {tokenizer.vocab_size} pieces of {config.tokenizer.path}"
+        total = f"{pieces} and the objective's special tokens are {needed}"
+        raise UserError(f"model.vocab_size: {vocab_size}, but {total}; increase it")
 
 
 def _tokenize(
