@@ -61,7 +61,8 @@ class MaskedLM(Objective):
         if self.next_sentence and task.data.length < 5:
             return "with next_sentence needs sequences of at least 5 tokens; increase data.length"
         if self.next_sentence and (task.data.packing or task.data.buckets):
-            return "with next_sentence needs data.packing=False without data.buckets"
+            way_out = "set data.packing=False and leave out data.buckets"
+            return f"with next_sentence puts one pair in each sequence; {way_out}"
 
     def sequences(self, store, part, task):
         sequences = _SentencePairs if self.next_sentence else _MaskedSequences
