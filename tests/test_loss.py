@@ -10,8 +10,8 @@ from transformer.config import MeshConfig
 from transformer.model.embedding import Head
 from transformer.model.sharding import fitting
 from transformer.parallel.mesh import make_mesh, use
-from transformer.planning.collectives import collectives
 from transformer.planning.hlo import HloProgram
+from transformer.planning.work import collectives
 from transformer.training.loss import auto_chunks, cross_entropy
 
 B, T, D, V = 3, 8, 5, 11

@@ -9,8 +9,7 @@ from transformer.config import MeshConfig
 from transformer.model.network import build_model
 from transformer.parallel.mesh import make_mesh, use
 from transformer.planning.model_flops import model_flops, products
-from transformer.planning.programs import Programs
-from transformer.planning.sample import batch_shapes
+from transformer.planning.programs import Programs, batch_shapes
 from transformer.training.step import batch_sums
 
 

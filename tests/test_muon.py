@@ -16,8 +16,8 @@ from transformer.model.layout import flatten, unroll
 from transformer.model.network import build_model
 from transformer.parallel.mesh import make_mesh, use
 from transformer.parallel.sharding import shardings, unbox
-from transformer.planning.collectives import collectives
 from transformer.planning.hlo import HloProgram
+from transformer.planning.work import collectives
 from transformer.training.optimizer import build_optimizer
 from transformer.training.optimizers.muon import COEFFICIENTS
 from transformer.training.state import abstract_state, init_state, relayout

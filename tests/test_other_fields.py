@@ -40,7 +40,7 @@ from transformer.decoding.generate import Generator
 from transformer.mapping import from_mapping
 from transformer.model.network import abstract_params
 from transformer.parallel.mesh import make_mesh, use
-from transformer.planning.sample import batch_shapes
+from transformer.planning.programs import batch_shapes
 from transformer.training.optimizer import build_optimizer
 from transformer.training.state import abstract_state
 from transformer.training.step import batch_sums, training_step

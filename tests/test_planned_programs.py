@@ -10,15 +10,12 @@ from conftest import TINY, model_fields, small
 from transformer.config import Experiment
 from transformer.mapping import from_mapping
 from transformer.planning import chips
-from transformer.planning.buffers import kept
 from transformer.planning.chips import topology
-from transformer.planning.collectives import Collective, collectives
-from transformer.planning.hlo import HloProgram
-from transformer.planning.kernels import kernel
+from transformer.planning.hlo import HloProgram, kept
 from transformer.planning.model_flops import allowed_share
 from transformer.planning.programs import Programs
 from transformer.planning.roofline import roofline, sent
-from transformer.planning.work import flops, hbm_bytes
+from transformer.planning.work import Collective, collectives, flops, hbm_bytes, kernel
 
 D, FF, V, T, ROWS = 32, 64, 48, 64, 16
 

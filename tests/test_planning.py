@@ -17,7 +17,7 @@ from transformer.parallel.mesh import make_mesh
 from transformer.planning import chips, page as pages, programs
 from transformer.planning.chips import Topology, topology
 from transformer.planning.plan import make_plan
-from transformer.planning.sample import batch_shapes
+from transformer.planning.programs import batch_shapes
 from transformer.planning.search import page, search
 
 # ---- the shapes of a batch, without its text

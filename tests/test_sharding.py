@@ -19,8 +19,8 @@ from transformer.model.embedding import Embedding
 from transformer.model.network import build_model
 from transformer.parallel.mesh import arrange, check_memory, make_mesh, use
 from transformer.parallel.sharding import RULES, shardings, unbox
-from transformer.planning.collectives import collectives
 from transformer.planning.hlo import HloProgram
+from transformer.planning.work import collectives
 from transformer.runs.fits import check_divisibility
 from transformer.training.optimizer import build_optimizer
 from transformer.training.state import abstract_state, relayout

@@ -25,7 +25,7 @@ from transformer.model.network import build_model
 from transformer.parallel.mesh import make_mesh, use
 from transformer.planning.chips import CHIPS
 from transformer.planning.model_flops import model_flops
-from transformer.planning.sample import batch_shapes
+from transformer.planning.programs import batch_shapes
 from transformer.training.optimizer import build_optimizer
 from transformer.training.state import abstract_state, init_state
 from transformer.training.step import make_train_step

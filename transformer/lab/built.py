@@ -19,7 +19,7 @@ from transformer.evaluation.evaluators import EVALUATORS
 from transformer.mapping import to_mapping
 from transformer.model.network import build_model
 from transformer.parallel.mesh import make_mesh, use
-from transformer.planning.sample import batch_shapes
+from transformer.planning.programs import batch_shapes
 from transformer.runs.rundir import OUTPUT_FIELDS, flatten_fields
 from transformer.training.optimizer import build_optimizer
 from transformer.training.state import abstract_state, state_maker

@@ -22,7 +22,7 @@ from transformer.mapping import from_mapping, override, to_mapping
 from transformer.model.network import abstract_params, build_model
 from transformer.parallel.mesh import make_mesh, use
 from transformer.planning.model_flops import model_flops
-from transformer.planning.sample import batch_shapes
+from transformer.planning.programs import batch_shapes
 from transformer.runs.rundir import different_fields
 from transformer.sweeps import Sweep
 from transformer.training.optimizer import build_optimizer

@@ -1,15 +1,14 @@
 """The table from logical names to mesh axes, with shardings, checks and a summary derived from it.
 
-Parameters and activations carry logical names. This table alone maps them to mesh axes. `tensor`
-shards heads, feed-forward and vocabulary, and between sublayers positions (Megatron). `fsdp` shards
-every matrix along d_model (ZeRO-3). `stage` shards layers, `expert` shards experts, and `context`
-shards sequences. The batch is sharded over all axes that would otherwise hold copies of the same
-sequences.
+Parameters and activations carry logical names. This table alone maps them to the mesh axes of
+MeshConfig: `fsdp` is ZeRO-3, and `tensor` is that of Megatron. The batch is sharded over all axes
+that would otherwise hold copies of the same sequences.
 """
 
 import dataclasses
 import functools
 import math
+from collections.abc import Mapping
 
 import jax
 import numpy as np
@@ -41,9 +40,9 @@ BATCH_AXES = dict(RULES)["batch"]
 BATCH = P(BATCH_AXES)
 
 
-def batch_parts(mesh: Mesh) -> int:
-    """Returns the number of parts into which a batch is split."""
-    return math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+def batch_parts(sizes: Mapping[str, int]) -> int:
+    """Returns the number of parts into which a mesh of these sizes splits a batch."""
+    return math.prod(sizes[axis] for axis in BATCH_AXES)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +53,7 @@ class Share:
 
     @property
     def parts(self) -> int:
-        return batch_parts(self.mesh)
+        return batch_parts(self.mesh.shape)
 
     @functools.cached_property
     def here(self) -> list[int]:
@@ -72,16 +71,9 @@ class Share:
         sharding = NamedSharding(self.mesh, BATCH)
         if jax.process_count() == 1:
             return jax.device_put(batch, sharding)
-
-        def to_global(x: np.ndarray) -> jax.Array:
-            size = len(x) // len(self.here)
-            shape = (size * self.parts, *x.shape[1:])
-            # The start of a part in the global batch -> its start in this process's
-            local_starts = {part * size: n * size for n, part in enumerate(self.here)}
-            read = lambda index: x[local_starts[index[0].start or 0] :][:size]
-            return jax.make_array_from_callback(shape, sharding, read)
-
-        return {name: to_global(x) for name, x in batch.items()}
+        total = lambda x: (len(x) // len(self.here) * self.parts, *x.shape[1:])
+        shapes = {name: total(x) for name, x in batch.items()}
+        return jax.make_array_from_process_local_data(sharding, batch, shapes)
 
 
 def place(x: np.ndarray, sharding: NamedSharding) -> jax.Array:

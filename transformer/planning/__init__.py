@@ -1,7 +1,7 @@
 """What an experiment needs on a machine that you do not have: memory, collectives, time and price.
 
 A topology names chips (chips.py). The experiment's programs are compiled for them (programs.py).
-The text of these programs shows their work (hlo.py), and the chips' rates give the least time of
-that work (roofline.py). plan.py combines all of it, page.py prints it, and search.py compares
-plans.
+The text of these programs (hlo.py) shows their work (work.py), and the chips' rates give the least
+time of that work (roofline.py). plan.py combines all of it, page.py prints it, and search.py
+compares plans.
 """

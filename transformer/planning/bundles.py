@@ -24,25 +24,17 @@ def dump_flags(folder: Path) -> str:
 
 @dataclasses.dataclass
 class Block:
-    """A loop's body or a conditional part of a kernel, or the kernel itself.
+    """A loop's body or a conditional part of a kernel, or the kernel itself."""
 
-    start, end: the addresses of its bundles.
-    inner: the loops and conditional parts in it, in order.
-    """
-
-    start: int
+    start: int  # the address of its first bundle
     end: int
     is_loop: bool
-    inner: list["Block"] = dataclasses.field(default_factory=list)
+    inner: list["Block"] = dataclasses.field(default_factory=list)  # the blocks in it, in order
 
     @property
     def own(self) -> int:
         """The bundles outside of the inner blocks: cycles each time that the block is executed."""
         return self.end - self.start - sum(block.end - block.start for block in self.inner)
-
-    def find(self, path: tuple[int, ...]) -> "Block":
-        """Returns the inner block at these indices."""
-        return self.inner[path[0]].find(path[1:]) if path else self
 
 
 @dataclasses.dataclass
@@ -63,31 +55,19 @@ class KernelSchedule:
 
 @dataclasses.dataclass(frozen=True)
 class KernelCycles:
-    """The schedule of one kernel of a training step; without `cycles`, it was not analyzed.
-
-    operands: bytes per element and shape of its floating-point operands, on one device.
-    results: the number of its results.
-    heads: heads times sequences that a call computes.
-    vmem: bytes of on-chip memory that the kernel may use.
-    calls: calls in a step.
-    bundles: those of the loop's body, a tile that the mask allows completely.
-    products: the cycles that the matrix products of this tile need at least.
-    spills: slots of this tile's bundles in which registers are spilled or filled.
-    trips: tiles of one head and sequence.
-    cycles: those of one call.
-    """
+    """The schedule of one kernel of a training step; without `cycles`, it was not analyzed."""
 
     name: str
-    operands: tuple
-    results: int
-    heads: int
-    vmem: int
-    calls: float = 0.0
-    bundles: int = 0
-    products: float = 0.0
-    spills: int = 0
-    trips: int = 0
-    cycles: int = 0
+    operands: tuple  # bytes per element and shape of its floating-point operands, on one device
+    results: int  # the number of its results
+    heads: int  # heads times sequences that a call computes
+    vmem: int  # bytes of on-chip memory that the kernel may use
+    calls: float = 0.0  # in a step
+    bundles: int = 0  # of the loop's body, a tile that the mask allows completely
+    products: float = 0.0  # cycles that the matrix products of this tile need at least
+    spills: int = 0  # slots of this tile's bundles in which registers are spilled or filled
+    trips: int = 0  # tiles of one head and sequence
+    cycles: int = 0  # of one call
 
     @property
     def least(self) -> float:
@@ -100,11 +80,13 @@ def read(folder: Path, kernel: str) -> KernelSchedule:
     (bundles,) = folder.glob(f"*{kernel}*[0-9]-final_bundles.txt")
     (utilization,) = folder.glob(f"*{kernel}*-final_hlo-static-per-bundle-utilization.txt")
     lines = utilization.read_text().splitlines()
-    numbers = [tuple(map(int, x.split())) for x in lines if re.fullmatch(r"[\d ]+", x)]
-    capacity, *used = numbers
+    capacity, *used = [tuple(map(int, x.split())) for x in lines if re.fullmatch(r"[\d ]+", x)]
     root = Block(0, len(used), False)
     for start, end, is_loop in sorted(_blocks(bundles.read_text()), key=lambda b: (b[0], -b[1])):
-        _insert(root, Block(start, end, is_loop))
+        parent = root
+        while around := [x for x in parent.inner if x.start <= start and end <= x.end]:
+            parent = around[0]
+        parent.inner.append(Block(start, end, is_loop))
     return KernelSchedule(root, dict(zip(UNITS, capacity, strict=True)), used)
 
 
@@ -153,10 +135,3 @@ def _blocks(text: str) -> list[tuple[int, int, bool]]:
         elif at is not None and at < branch:
             blocks.append((at, after, True))
     return blocks
-
-
-def _insert(parent: Block, block: Block) -> None:
-    for inner in parent.inner:
-        if inner.start <= block.start and block.end <= inner.end:
-            return _insert(inner, block)
-    parent.inner.append(block)

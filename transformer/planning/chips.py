@@ -123,7 +123,9 @@ def topology(text: str, slices: int = 1) -> Topology:
             power = "a power of two" + ", twice the number of chips" * (chip.cores > 1)
             way_out = f"the number after the dash is {power}; or write the shape, {example}"
             raise wrong(f"does not exist; {way_out}")
-        shape = _usual_shape(count, chip.axes)
+        quotient, remainder = divmod(count.bit_length() - 1, chip.axes)
+        usual = [2 ** (quotient + (axis < remainder)) for axis in range(chip.axes)]
+        shape = tuple(sorted(usual, key=lambda n: (n == 1, n)))  # even, ascending, ones last
     if len(shape) != chip.axes:
         way_out = f"{of_a_slice} {chip.axes} axes, like {example}"
         raise wrong(f"has the wrong number of axes; {way_out}")
@@ -131,10 +133,3 @@ def topology(text: str, slices: int = 1) -> Topology:
         limit = f"{of_a_slice} {chip.pod[0]:,} chips at most, {chip.pod[1]} along an axis"
         raise wrong(f"is too large; {limit}; use several slices with --slices")
     return Topology(kind, shape, slices)
-
-
-def _usual_shape(count: int, axes: int) -> tuple[int, ...]:
-    """Returns the shape of a slice of 2^n chips: as even as possible, ascending, ones last."""
-    quotient, remainder = divmod(count.bit_length() - 1, axes)
-    shape = [2 ** (quotient + (axis < remainder)) for axis in range(axes)]
-    return tuple(sorted(shape, key=lambda n: (n == 1, n)))

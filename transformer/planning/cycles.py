@@ -3,9 +3,8 @@
     python -m transformer plan --config=FILE.py --topology=v5e-16 --kernels
 
 The kernels are found in the traced training step, and each is compiled alone. libtpu writes
-schedules only if it is loaded with certain flags (bundles.py), so this runs in its own process. The
-figures are deterministic for one version of libtpu. A kernel is not analyzed if its loops are not
-those of transformer/model/attention_backends/flash/.
+schedules only if it is loaded with certain flags (bundles.py), so this runs in its own process. A
+kernel is not analyzed if its loops are not those of transformer/model/attention_backends/flash/.
 """
 
 import dataclasses

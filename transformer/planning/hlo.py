@@ -1,4 +1,4 @@
-"""A compiled program, parsed from its HLO text: its instructions, and how often each runs.
+"""A compiled program, parsed from its HLO text: how often its instructions run, and its arrays.
 
 XLA's own cost analysis counts the body of a loop once. Here a loop counts with its trip count.
 """
@@ -82,8 +82,7 @@ class HloProgram:
         computations, entry, current = {}, "", None
         for line in text.splitlines():
             if current is None:
-                header = re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\{\s*$", line)
-                if header:
+                if header := re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\{\s*$", line):
                     current = computations.setdefault(header.group(2), {})
                     entry = header.group(2) if header.group(1) else entry
             elif line.startswith("}"):
@@ -118,8 +117,7 @@ class HloProgram:
 
     def trips(self, loop: Instruction, computation: Computation) -> int:
         """Returns how often a loop's body runs. Its condition compares a counter to a constant."""
-        match = re.search(r"known_trip_count[^0-9]*(\d+)", loop.attributes)
-        if match:
+        if match := re.search(r"known_trip_count[^0-9]*(\d+)", loop.attributes):
             return int(match.group(1))
         condition, body = (self.computations[loop.called(kind)] for kind in ("condition", "body"))
         constants = [op for op in condition.values() if op.opcode == "constant"]
@@ -188,3 +186,89 @@ def _closing(text: str, start: int) -> int:
         if depth == 0:
             return i + 1
     return len(text)
+
+
+_MOVES = {
+    "bitcast", "copy", "tuple", "opt-barrier", "reshape", "transpose", "copy-start", "slice-start",
+}  # fmt: skip
+"""Opcodes that only move or reshape their operand, besides those that end in "-done"."""
+
+_FORWARDS = {"tuple", "while", "get-tuple-element", "bitcast", "conditional", "call", "opt-barrier"}
+"""Opcodes whose results another instruction has computed."""
+
+
+def kept(program: HloProgram) -> float:
+    """Returns the bytes in HBM that the forward pass keeps for the backward pass.
+
+    These arrays are computed before the transposed part of differentiation and read in it. With
+    micro-batches, both passes are in the body of one loop.
+    """
+
+    def bytes_kept(computation: Computation) -> float:
+        passes = {"transpose(" in op.source for op in computation.values() if "jvp(" in op.source}
+        if len(passes) < 2:
+            return 0.0
+        sizes: dict[str, float] = {}
+        for op in computation.values():
+            if "transpose(" in op.source:
+                for name in op.operands:
+                    _origins(name, computation, program, sizes)
+        return sum(sizes.values())
+
+    bodies = {op.called("body") for op, *_ in program.runs if op.opcode == "while"}
+    candidates = [program.computations[name] for name in (program.entry, *sorted(bodies))]
+    return max(map(bytes_kept, candidates))
+
+
+def _origins(name: str, computation: Computation, program: HloProgram, sizes: dict) -> None:
+    """Adds to `sizes` the forward pass's arrays from which `name` is obtained by moving data."""
+    op = computation.get(name)
+    if op is None or name in sizes or op.opcode in ("parameter", "constant", "iota"):
+        return
+    if op.opcode in _MOVES or op.opcode.endswith("-done"):
+        for operand in op.operands[:1] if op.opcode != "tuple" else op.operands:
+            _origins(operand, computation, program, sizes)
+    elif op.opcode == "get-tuple-element":
+        _element(op, computation, program, sizes)
+    elif "transpose(" not in op.source:
+        sizes[name] = op.hbm_bytes
+
+
+def _element(op: Instruction, computation: Computation, program: HloProgram, sizes: dict) -> None:
+    """Adds to `sizes` the array that is an element of a tuple.
+
+    That is what a loop computed or, if its body returns the element unchanged, its argument.
+    """
+    producer, index = computation[op.operands[0]], op.index
+    if producer.opcode == "tuple":
+        _origins(producer.operands[index], computation, program, sizes)
+        return
+    if producer.opcode == "while":
+        body = program.computations[producer.called("body")]
+        root = next(inner_op for inner_op in body.values() if inner_op.root)
+        result = body.get(root.operands[index]) if root.opcode == "tuple" else None
+        if result is not None and result.opcode == "get-tuple-element" and result.index == index:
+            argument = computation[producer.operands[0]]
+            if argument.opcode == "tuple":
+                _origins(argument.operands[index], computation, program, sizes)
+            return
+    # A parameter is an argument of a loop's body.
+    if producer.opcode != "parameter" and "transpose(" not in producer.source:
+        sizes[op.name] = op.hbm_bytes
+
+
+def largest(program: HloProgram, max_arrays: int = 8) -> list[tuple[float, str, str]]:
+    """Returns (bytes, shape, source) of the `max_arrays` largest arrays in HBM on one device."""
+    sizes, entry = {}, program.computations[program.entry]
+    for op, computation, _, fused in program.runs:
+        argument = op.opcode == "parameter" and computation is not entry
+        in_place = op.source.endswith("dynamic_update_slice")
+        if fused or op.opcode in _FORWARDS or argument or in_place:
+            continue
+        for array in op.arrays:
+            if not array.on_chip:
+                shape = f"{array.dtype}[{','.join(map(str, array.dims))}]"
+                origin = f"argument {op.literal}" if op.opcode == "parameter" else op.opcode
+                sizes.setdefault((shape, op.source or origin), array.bytes)
+    ranked = sorted(sizes.items(), key=lambda item: -item[1])
+    return [(size, *names) for names, size in ranked[:max_arrays]]

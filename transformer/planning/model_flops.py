@@ -15,7 +15,6 @@ import jax
 import numpy as np
 from flax.core import FrozenDict
 
-from transformer.checks import Choice
 from transformer.config import Experiment, MeshConfig
 from transformer.model.config import ModelConfig
 from transformer.model.network import build_model
@@ -53,30 +52,27 @@ def allowed_share(scope: str, block: int = 1) -> float:
     return float(np.sum(last - first + 1)) / (queries * keys)
 
 
-def mask_of(scope: str) -> tuple[int, int, int, int]:
+def mask_of(scope: str) -> tuple[int, ...]:
     """Returns the queries, the keys, whether the mask is causal, and its window (0: none)."""
     match = re.search(r"/pairs\.(\d+)\.(\d+)\.([01])\.(\d+)(?=/|$)", scope)
-    queries, keys, causal, window = map(int, match.groups()) if match else (1, 1, 0, 0)
-    return queries, keys, causal, window
+    return tuple(map(int, match.groups())) if match else (1, 1, 0, 0)
 
 
 def products(jaxpr) -> Iterator[tuple[float, str]]:
     """Yields (FLOPs in all, module path) of each matrix product and triangular solve."""
     for equation, times, scope in equations(jaxpr):
-        name = equation.primitive.name
-        if name == "dot_general":
-            ((contracted, _), _) = equation.params["dimension_numbers"]
-            left, out = equation.invars[0].aval.shape, equation.outvars[0].aval
-            terms = math.prod(left[i] for i in contracted)
-            yield 2.0 * times * out.size * terms, _module(scope)
-        elif name == "ragged_dot_general":  # each row by the matrix of its group
-            numbers = equation.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
-            (((contracted,), _), _) = numbers
-            left, out = equation.invars[0].aval.shape, equation.outvars[0].aval
-            yield 2.0 * times * out.size * left[contracted], _module(scope)
+        name, params = equation.primitive.name, equation.params
+        module = "/".join(part for part in scope.split("/") if "->" not in part)  # einsum's scopes
+        if name in ("dot_general", "ragged_dot_general"):
+            # In a ragged product, each row is multiplied by the matrix of its group.
+            ragged = params.get("ragged_dot_dimension_numbers")
+            numbers = ragged.dot_dimension_numbers if ragged else params["dimension_numbers"]
+            ((contracted, _), _) = numbers
+            terms = math.prod(equation.invars[0].aval.shape[i] for i in contracted)
+            yield 2.0 * times * equation.outvars[0].aval.size * terms, module
         elif name == "triangular_solve":  # row i of n from the i rows before it
-            size, side = equation.outvars[0].aval, equation.params["left_side"]
-            yield times * size.size * size.shape[-2 if side else -1], _module(scope)
+            out = equation.outvars[0].aval
+            yield times * out.size * out.shape[-2 if params["left_side"] else -1], module
 
 
 def equations(jaxpr, times: float = 1.0, prefix: str = "") -> Iterator[tuple]:
@@ -92,21 +88,11 @@ def equations(jaxpr, times: float = 1.0, prefix: str = "") -> Iterator[tuple]:
                 yield from equations(inner, inner_times, scope)
 
 
-def _module(scope: str) -> str:
-    """Returns the path of modules, without the scopes that einsum adds."""
-    return "/".join(part for part in scope.split("/") if "->" not in part)
-
-
 def _plain(model: ModelConfig) -> ModelConfig:
     """Returns the model without blockwise attention, recomputation, capacity and micro-batches."""
-
-    def dropless(spec: Choice) -> Choice:
-        if isinstance(spec, str):
-            return spec
-        return FrozenDict({k: v for k, v in spec.items() if k != "capacity_factor"})
-
-    plain_entry = lambda k, v: dropless(v) if k == "feed_forward" else v
-    pattern = [{k: plain_entry(k, v) for k, v in x.items()} for x in model.layer_pattern]
+    without = lambda spec: FrozenDict({k: v for k, v in spec.items() if k != "capacity_factor"})
+    dropless = lambda spec: spec if isinstance(spec, str) else without(spec)
+    entry = lambda k, v: dropless(v) if k == "feed_forward" else v
+    pattern = tuple(FrozenDict({k: entry(k, v) for k, v in x.items()}) for x in model.layer_pattern)
     plain = {"attention_backend": "reference", "pipeline_microbatches": 0, "remat": "none"}
-    feed_forward, pattern = dropless(model.feed_forward), tuple(map(FrozenDict, pattern))
-    return model.part(**plain, feed_forward=feed_forward, layer_pattern=pattern)
+    return model.part(**plain, feed_forward=dropless(model.feed_forward), layer_pattern=pattern)

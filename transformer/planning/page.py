@@ -2,9 +2,9 @@
 
 import math
 
-from transformer.output import count, human_count, human_tokens, with_unit
-from transformer.parallel.sharding import format_bytes
-from transformer.planning.buffers import largest
+from transformer.output import columns, count, human_count, human_tokens, with_unit
+from transformer.parallel.sharding import batch_parts, format_bytes
+from transformer.planning.hlo import largest
 from transformer.planning.plan import Part, Plan, name_of
 from transformer.planning.roofline import Roofline
 
@@ -13,12 +13,11 @@ _STATE = "parameters, optimizer and gradients"
 
 def compare(plans: dict[str, Plan]) -> str:
     """Returns a table of the training steps of several experiments."""
-    bounds = "step at least", "bound by", "MFU at most"
-    rows = [["", "parameters", "FLOPs per token", "peak memory", *bounds, "attention"]]
+    counted = any(plan.kernels for plan in plans.values())
+    bounds = "step at least", "bound by", "MFU at most", "attention"
+    rows = [["", "parameters", "FLOPs per token", "peak memory", *bounds, *["kernels"] * counted]]
     has_none = (plan for plan in plans.values() if plan.config.model.position == "none")
     base = next(has_none, next(iter(plans.values()))).kernel_cycles
-    counted = any(plan.kernels for plan in plans.values())
-    rows[0] += ["kernels"] * counted
     for name, plan in plans.items():
         part, roof = plan.train, plan.train.roofline
         least = [seconds(plan.step), roof.bound, f"{plan.mfu:.1%}"] if plan.step else ["", "", ""]
@@ -35,9 +34,8 @@ def compare(plans: dict[str, Plan]) -> str:
 
 def kernels(plan: Plan) -> list[str]:
     """Returns a table of the schedules of the attention kernels of a training step."""
-    rows = {"attention kernels": [x.name for x in plan.kernels]}
     shapes = [(*x.operands[0][1][-2:], x.operands[1][1][-2]) for x in plan.kernels]
-    rows["queries x keys, d_head"] = [f"{T:,} x {S:,}, {H}" for T, H, S in shapes]
+    rows = {"queries x keys, d_head": [f"{T:,} x {S:,}, {H}" for T, H, S in shapes]}
     rows["heads x sequences"] = [f"{x.heads:,}" for x in plan.kernels]
     names = {"calls": "calls", "trips": "tiles of a head", "bundles": "cycles of a tile"}
     names |= {"spills": "spills in a tile", "cycles": "cycles of a call", "least": "of products"}
@@ -46,8 +44,8 @@ def kernels(plan: Plan) -> list[str]:
         rows[name] = [number(x) for x in plan.kernels]
     rows["ratio"] = [f"{x.cycles / x.least:.2f}" if x.cycles else "" for x in plan.kernels]
     rows["VMEM at most"] = [format_bytes(x.vmem) for x in plan.kernels]
-    title = lambda name: name if name.startswith("attention") else f"  {name}"
-    lines = table([[title(name), *cells] for name, cells in rows.items()])
+    header = ["attention kernels", *(x.name for x in plan.kernels)]
+    lines = table([header, *([f"  {name}", *cells] for name, cells in rows.items())])
     return lines if plan.kernels else ["no attention kernels in a training step"]
 
 
@@ -74,8 +72,7 @@ def remedies(plan: Plan) -> list[str]:
     if config.model.remat != "full":
         stream = "the residual stream between layers"
         changes.append(f"model.remat=full: keeps only {stream} for the backward pass")
-    replicas = math.prod(mesh[axis] for axis in ("data", "stage", "fsdp", "expert"))
-    sequences = config.data.batch_size // replicas
+    sequences = config.data.batch_size // batch_parts(mesh)
     larger = range(config.train.accumulate + 1, sequences + 1)
     if divisors := [n for n in larger if sequences % n == 0]:
         counts = f"{divisors[0]} (up to {divisors[-1]})"
@@ -206,11 +203,8 @@ def _collectives(roof: Roofline, place: str) -> list[str]:
     return table(rows) if roof.traffic else ["no collectives between devices"]
 
 
-def _buffers(part: Part, max_buffers: int = 8) -> list[str]:
-    if part.compiled:
-        buffers = largest(part.compiled.program, max_buffers)
-    else:
-        buffers = part.too_large.buffers[:max_buffers]
+def _buffers(part: Part) -> list[str]:
+    buffers = largest(part.compiled.program) if part.compiled else part.too_large.buffers[:8]
     lines = ["largest buffers of a training step"] if buffers else []
     for size, shape, source in buffers:
         lines.append(f"  {format_bytes(size):>10}  {shape:<28} {_last(name_of(source), 90)}")
@@ -219,12 +213,8 @@ def _buffers(part: Part, max_buffers: int = 8) -> list[str]:
 
 def table(rows: list[list[str]]) -> list[str]:
     """Returns rows as aligned lines: the first column to the left, all others to the right."""
-    first, *others = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for name, *cells in rows:
-        right = [x.rjust(max(width, 12)) for x, width in zip(cells, others, strict=True)]
-        lines.append("  ".join([name.ljust(first), *right]).rstrip())
-    return lines
+    widths = [max(12, *map(len, column)) for column in zip(*rows, strict=True)]
+    return columns([[name, *map(str.rjust, cells, widths[1:])] for name, *cells in rows])
 
 
 def _few(x: float) -> str:

@@ -12,13 +12,13 @@ from transformer.errors import UserError
 from transformer.mapping import to_mapping
 from transformer.output import elapsed
 from transformer.parallel.sharding import local_bytes
-from transformer.planning.buffers import kept, largest
 from transformer.planning.bundles import KernelCycles
 from transformer.planning.chips import Topology
-from transformer.planning.kernels import kernel
+from transformer.planning.hlo import kept, largest
 from transformer.planning.model_flops import model_flops
 from transformer.planning.programs import PROGRAMS, Compiled, Programs, TooLarge
 from transformer.planning.roofline import Roofline, roofline
+from transformer.planning.work import kernel
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,33 +154,33 @@ def make_plan(
 ) -> Plan:
     """Compiles the programs in `only` and returns their plan. `report` receives lines of progress.
 
-    `kernels` are attention kernels whose cycles bound their time (cycles.py).
-
-    Raises UserError for an experiment that cannot be laid out on the machine.
+    `kernels` are attention kernels whose cycles bound their time (cycles.py). Raises UserError for
+    an experiment that cannot be laid out on the machine.
     """
     programs = Programs(config, devices)
     mesh_devices, parts = list(programs.mesh.devices.flat), {}
-    if not set(only) & set(programs.names):
+    names = [name for name in programs.names if name in only]
+    if not names:
         way_out = f"choose from {', '.join(programs.names)}"
         raise UserError(f"--only: this experiment has no program {' or '.join(only)}; {way_out}")
-    for name in programs.names:
-        if name not in only:
-            continue
+    for name in names:
         report(f"compiling {name} for {topology} ...")
-        memory = _holdings(programs, name)
+        held = {"parameters": programs.state.params}
+        if name == "train":
+            held |= {"optimizer": programs.state.opt_state, "moving average": programs.state.ema}
+        memory = {kind: local_bytes(x) for kind, x in held.items() if x is not None}
         try:
             with elapsed("elapsed"):
                 compiled = programs.compile(name)
         except TooLarge as e:
             parts[name] = Part(memory, None, None, e)
             continue
-        activations = min(kept(compiled.program), compiled.temporaries)
         memory["cache and inputs"] = local_bytes(programs.inputs(name))
         memory["padding"] = max(compiled.arguments - sum(memory.values()), 0)
         if name == "train":
-            memory["activations"] = activations
+            memory["activations"] = min(kept(compiled.program), compiled.temporaries)
         memory["temporaries"] = compiled.temporaries - memory.get("activations", 0)
-        memory["results, code"] = compiled.results + compiled.code
+        memory["results, code"] = compiled.others
         work = lambda op: kernel(op, config.model, kernels)
         roof = roofline(compiled.program, topology, mesh_devices, work)
         parts[name] = Part(memory, roof, compiled)
@@ -189,16 +189,6 @@ def make_plan(
     parameters = sum(math.prod(x.shape) for x in jax.tree.leaves(params))
     flops, mesh = model_flops(config, batch, params), dict(programs.mesh.shape)
     return Plan(config, topology, mesh, parameters, flops, tokens, parts, price, kernels)
-
-
-def _holdings(programs: Programs, name: str) -> dict[str, float]:
-    state = programs.state
-    memory = {"parameters": local_bytes(state.params)}
-    if name == "train":
-        memory["optimizer"] = local_bytes(state.opt_state)
-        if state.ema is not None:
-            memory["moving average"] = local_bytes(state.ema)
-    return memory
 
 
 def name_of(where: str) -> str:

@@ -8,26 +8,30 @@ shapes alone and allocates no array.
 
 import contextlib
 import dataclasses
+import functools
 import importlib.util
 import math
 import os
 import re
 import time
-from collections.abc import Iterator
+import types
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec as P
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from transformer.config import Experiment
+from transformer.data.batching import assemble
+from transformer.data.store import Texts
 from transformer.decoding.prefill import advance, prefill, unrolled
 from transformer.errors import UserError
 from transformer.model.attention_backends import record
 from transformer.model.network import build_model
 from transformer.parallel.mesh import make_mesh, use
+from transformer.parallel.sharding import BATCH
 from transformer.planning.chips import Topology
 from transformer.planning.hlo import HloProgram
-from transformer.planning.sample import batch_shapes
 from transformer.runs.fits import check_divisibility
 from transformer.training.optimizer import build_optimizer
 from transformer.training.state import abstract_state
@@ -50,15 +54,10 @@ class Compiled:
 
     program: HloProgram
     arguments: int
-    results: int  # without those that reuse the memory of an argument
     temporaries: int
-    code: int
+    others: int  # code, and results that do not reuse the memory of an argument
     attention: dict[str, str]  # backend -> why no other is used
     seconds: float  # of compilation
-
-    @property
-    def peak(self) -> int:
-        return self.arguments + self.results + self.temporaries + self.code
 
 
 def start(topology: Topology) -> list:
@@ -111,39 +110,32 @@ class Programs:
     def __init__(self, config: Experiment, devices: list):
         self.config, self.mesh = config, make_mesh(config.mesh, devices)
         check_divisibility(config, self.mesh)
-        model = build_model(config.model)
-        optimizer = build_optimizer(config.optimizer, config.train.steps, config.model)
-        self.model, self.optimizer = model, optimizer
+        self.model = build_model(config.model)
+        self.optimizer = build_optimizer(config.optimizer, config.train.steps, config.model)
+        of_state = config, self.model, self.optimizer, self.mesh
         with use(self.mesh):
-            self.state, self.shardings = abstract_state(config, model, optimizer, self.mesh)
+            self.state, self.shardings = abstract_state(*of_state)
             self.batch = batch_shapes(config, self.mesh)
+        generates = config.objective.generates_text and config.model.family != "encoder"
+        self.names = PROGRAMS if generates else PROGRAMS[:2]
+        self._sequences = config.decoding.batch_size * config.decoding.beam_size
+        sharding = NamedSharding(self.mesh, P())
+        self._replicated = functools.partial(jax.ShapeDtypeStruct, sharding=sharding)
         self._memory_shardings = None  # set when prefill is compiled
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names of the programs that this experiment has."""
-        generates = self.config.objective.generates_text and self.config.model.family != "encoder"
-        return PROGRAMS if generates else PROGRAMS[:2]
 
     def compile(self, name: str) -> Compiled:
         """Compiles a program. Raises TooLarge."""
         with use(self.mesh):
             jitted, args = getattr(self, f"_{name}")()
             with record() as attention:
-                compiled, seconds = self._compiled(jitted, args)
+                compiled, seconds = _compile(jitted, args)
             if name == "prefill":
                 self._memory_shardings = compiled.output_shardings[1]
         program, memory = HloProgram.read(compiled.as_text()), compiled.memory_analysis()
         arguments, temporaries = memory.argument_size_in_bytes, memory.temp_size_in_bytes
         results = memory.output_size_in_bytes - memory.alias_size_in_bytes
-        code = memory.generated_code_size_in_bytes
-        return Compiled(program, arguments, results, temporaries, code, attention, seconds)
-
-    @staticmethod
-    def _compiled(jitted, args):
-        start = time.perf_counter()
-        with _too_large():
-            return jitted.lower(*args).compile(), time.perf_counter() - start
+        others = results + memory.generated_code_size_in_bytes
+        return Compiled(program, arguments, temporaries, others, attention, seconds)
 
     def trace(self, name: str):
         """Returns the traced program, a jaxpr."""
@@ -166,9 +158,8 @@ class Programs:
 
     def _prefill(self):
         """The program that reads a batch of prompts (or sources) of half the maximum length."""
-        model, sequences = self.config.model, self.sequences
-        placed = {"sharding": self._replicated}
-        array = lambda length, dtype: jax.ShapeDtypeStruct((sequences, length), dtype, **placed)
+        model = self.config.model
+        array = lambda length, dtype: self._replicated((self._sequences, length), dtype)
         with_mask = lambda length: (array(length, jnp.int32), array(length, jnp.bool_))
         half = max(model.max_length // 2, 1)
         args = (*with_mask(half), None, None)
@@ -183,29 +174,20 @@ class Programs:
         """The program that decodes one token per sequence, with memory sharded as in prefill."""
         jitted, args = self._prefill()
         if self._memory_shardings is None:
-            self._memory_shardings = self._compiled(jitted, args)[0].output_shardings[1]
+            self._memory_shardings = _compile(jitted, args)[0].output_shardings[1]
         _, memory = jax.eval_shape(jitted, *args)
         with_sharding = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
         memory = jax.tree.map(with_sharding, memory, self._memory_shardings)
-        tokens = jax.ShapeDtypeStruct((self.sequences,), jnp.int32, sharding=self._replicated)
+        tokens = self._replicated((self._sequences,), jnp.int32)
         run = lambda params, tokens, memory: advance(*unrolled(self.model, params), tokens, memory)
         return jax.jit(run, donate_argnums=2, keep_unused=True), (self.state.params, tokens, memory)
 
-    @property
-    def sequences(self) -> int:
-        """Sequences that are decoded at a time: batch size times beam size."""
-        return self.config.decoding.batch_size * self.config.decoding.beam_size
 
-    @property
-    def _replicated(self) -> NamedSharding:
-        return NamedSharding(self.mesh, P())
-
-
-@contextlib.contextmanager
-def _too_large() -> Iterator[None]:
-    """Raises TooLarge in place of the compiler's error for too little HBM."""
+def _compile(jitted, args):
+    """Returns the compiled program and the seconds that it took. Raises TooLarge."""
+    start = time.perf_counter()
     try:
-        yield
+        return jitted.lower(*args).compile(), time.perf_counter() - start
     except jax.errors.JaxRuntimeError as e:
         # HBM, not a core's on-chip memory
         match = re.search(r"(?:HLO temporaries \(|Used )([\d.]+)([KMGT])(?=\)| of \S+ hbm)", str(e))
@@ -217,3 +199,37 @@ def _too_large() -> Iterator[None]:
         buffers = re.findall(entry, str(e))
         buffers = [(size(*number), shape, source) for *number, source, shape in buffers]
         raise TooLarge(size(*match.groups()), buffers) from None
+
+
+def batch_shapes(config: Experiment, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns the shapes of a training batch of full length, sharded over the mesh."""
+    data, sharding = config.data, NamedSharding(mesh, BATCH)
+    sequences = config.objective.sequences(_SyntheticStore(config), "train", config)
+    segments = sequences.segments(0, lambda: np.random.default_rng(0))
+    sample = assemble([segments], data.length, data.decoder_length)
+    shape = lambda x: (data.batch_size, *x.shape[1:])
+    struct = lambda x: jax.ShapeDtypeStruct(shape(x), x.dtype, sharding=sharding)
+    return {name: struct(x) for name, x in sample.items()}
+
+
+class _SyntheticStore:
+    """The part of a store that objectives read: texts of one repeated token, half of them short."""
+
+    def __init__(self, config: Experiment):
+        size = config.model.vocab_size - config.objective.reserved
+        short = max(min(config.data.length, config.data.decoder_length) // 2, 2)
+        self._lengths = np.array([short, config.data.length] * 8)
+        self._per_text = config.objective.columns[-1] == "label"
+        special = {"pad": 0, "bos": 1, "eos": 2, "mask": None, "source_prefix_ids": []}
+        pieces = {"text_ids": np.array([3]), "starts_word": np.ones(size, bool)}
+        pieces |= {"vocab_size": size, "find": lambda piece: None}
+        self.tokenizer = types.SimpleNamespace(**special, **pieces)
+
+    def texts(self, part: str, side: int) -> Texts:
+        ends = np.cumsum(self._lengths)
+        ids = np.full(ends[-1], 3, np.int32)
+        ids[ends - 1] = self.tokenizer.eos
+        return Texts(ids, ends)
+
+    def labels(self, part: str) -> np.ndarray:
+        return np.zeros(len(self._lengths) if self._per_text else self._lengths.sum(), np.int32)

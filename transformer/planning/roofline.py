@@ -1,10 +1,8 @@
 """The least time of a program: compute, memory traffic and collectives at published rates.
 
-This is the roofline model (Williams et al. 2009). Collectives on different axes of a torus run in
-parallel. Those on the same axis share its links.
-
-A step takes at least as long as the slowest of these parts. These are lower bounds; none has been
-measured on hardware.
+This is the roofline model (Williams et al. 2009). A step takes at least as long as the slowest of
+these parts. Collectives on different axes of a torus run in parallel. Those on the same axis share
+its links. The times are lower bounds; none has been measured on hardware.
 """
 
 import collections
@@ -15,10 +13,8 @@ from collections.abc import Callable
 import numpy as np
 
 from transformer.planning.chips import HOST, Topology
-from transformer.planning.collectives import Collective, collectives
 from transformer.planning.hlo import HloProgram, Instruction
-from transformer.planning.kernels import KernelWork
-from transformer.planning.work import flops, hbm_bytes
+from transformer.planning.work import Collective, KernelWork, collectives, flops, hbm_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,10 +24,6 @@ class Traffic:
     count: float = 0.0
     inner: float = 0.0  # bytes sent within the slice (or host)
     outer: float = 0.0  # bytes sent beyond it
-
-    def plus(self, count: float, inner: float, outer: float) -> "Traffic":
-        """Returns the sum of this traffic and more."""
-        return Traffic(self.count + count, self.inner + inner, self.outer + outer)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,11 +57,13 @@ def roofline(
     `kernel` returns the work of a call that the HLO text does not contain.
     """
     chip, share = topology.chip, topology.chip.devices
-    calls = [(op, times) for op, _, times, _ in program.runs if op.opcode == "custom-call"]
-    kernels = [(kernel(op), times) for op, times in calls]
+    kernels = [(kernel(op), n) for op, _, n, _ in program.runs if op.opcode == "custom-call"]
     computed = flops(program) + sum(times * call.flops for call, times in kernels)
     moved = hbm_bytes(program) - sum(times * call.untouched for call, times in kernels)
-    coordinates_of = np.array([_coordinates(device, topology) for device in devices])
+    # Coordinates in the torus, and the slice; for a GPU, local index and host
+    in_torus = lambda device: (*device.coords, getattr(device, "slice_index", None) or 0)
+    in_host = lambda device: (device.id % HOST, device.id // HOST)
+    coordinates_of = np.array(list(map(in_torus if topology.is_tpu else in_host, devices)))
     traffic, outer = collections.defaultdict(Traffic), 0.0
     links = collections.defaultdict(float)  # axis of the torus -> seconds in which it is in use
     for message in collectives(program):
@@ -77,19 +71,19 @@ def roofline(
             total = message.bytes * (topology.slices if message.kind == "all-gather" else 1)
             group = np.zeros((1, topology.slices), int)
             message = dataclasses.replace(message, bytes=total, groups=group)
-            _, beyond = sent(message, topology.slices)
-            traffic[message.kind] = traffic[message.kind].plus(message.times, 0.0, beyond)
-            outer += beyond
-            continue
-        coordinates = coordinates_of[message.groups]  # [groups, members, coordinates and slice]
-        if coordinates.shape[1] < 2:
-            continue
-        crosses = (coordinates[..., -1] != coordinates[:, :1, -1]).any(axis=1)
-        slices = len(np.unique(coordinates[crosses.argmax(), :, -1])) if crosses.any() else 1
+            slices, link_counts = topology.slices, {}
+        else:
+            coordinates = coordinates_of[message.groups]  # [groups, members, coordinates and slice]
+            if coordinates.shape[1] < 2:
+                continue
+            crosses = (coordinates[..., -1] != coordinates[:, :1, -1]).any(axis=1)
+            slices = len(np.unique(coordinates[crosses.argmax(), :, -1])) if crosses.any() else 1
+            link_counts = _links(coordinates, topology)
         inner, beyond = sent(message, slices)
-        traffic[message.kind] = traffic[message.kind].plus(message.times, inner, beyond)
+        known = traffic[message.kind]
+        count, within = known.count + message.times, known.inner + inner
+        traffic[message.kind] = Traffic(count, within, known.outer + beyond)
         outer += beyond
-        link_counts = _links(coordinates, topology)
         for axis in link_counts if chip.link_rate else ():
             links[axis] += inner / (sum(link_counts.values()) * chip.link_rate)
     seconds = None
@@ -116,20 +110,12 @@ def sent(message: Collective, slices: int = 1) -> tuple[float, float]:
     n = max(message.groups.shape[1] // slices, 1)
     inner, outer = 1 - 1 / n, (1 - 1 / slices) / n
     total = message.times * message.bytes
-    if message.kind in ("all-gather", "reduce-scatter"):
+    if message.kind in ("all-gather", "reduce-scatter", "all-reduce"):
+        total *= 2 if message.kind == "all-reduce" else 1
         return total * inner, total * outer
-    if message.kind == "all-reduce":
-        return 2 * total * inner, 2 * total * outer
     if message.kind in ("all-to-all", "ragged-all-to-all"):
         return total * (n - 1) / (n * slices), total * (1 - 1 / slices)
     return (total, 0.0) if slices == 1 else (0.0, total)
-
-
-def _coordinates(device, topology: Topology) -> tuple[int, ...]:
-    """Returns the coordinates in the torus and the slice; for a GPU, local index and host."""
-    if topology.is_tpu:
-        return (*device.coords, getattr(device, "slice_index", None) or 0)
-    return (device.id % HOST, device.id // HOST)
 
 
 def _links(coordinates: np.ndarray, topology: Topology) -> dict[int, int]:

@@ -16,7 +16,7 @@ import jax
 from transformer.config import Experiment
 from transformer.errors import UserError
 from transformer.model.network import abstract_params
-from transformer.parallel.sharding import format_bytes
+from transformer.parallel.sharding import batch_parts, format_bytes
 from transformer.planning.chips import Topology
 from transformer.planning.page import seconds, table
 from transformer.planning.plan import Plan, make_plan
@@ -47,18 +47,18 @@ def search(
     room = topology.chip.hbm / topology.chip.devices if topology.chip.hbm else math.inf
     rung = 0  # the rung on which the previous mesh fit; the next mesh needs about as much
     for mesh in sorted(_meshes(config, topology), key=lambda mesh: _sent_bytes(config, size, mesh)):
-        if state / _parts(mesh) > 0.9 * room:
-            held, limit = format_bytes(state / _parts(mesh)), format_bytes(room)
-            reasons[f"parameters, gradients and optimizer take {held} of {limit} per device"] += 1
+        held = state / (mesh["stage"] * mesh["fsdp"] * mesh["expert"] * mesh["tensor"])
+        if held > 0.9 * room:
+            part = f"{format_bytes(held)} of {format_bytes(room)} per device"
+            reasons[f"parameters, gradients and optimizer take {part}"] += 1
             continue
-        for index in range(rung, len(LADDER)):
-            remat, times = LADDER[index]
+        for index, (remat, times) in list(enumerate(LADDER))[rung:]:
             changed = _with_layout(config, mesh, remat, times)
             if changed is None:
                 size_field = f"data.batch_size: {config.data.batch_size}"
                 reasons[f"{size_field} is not divisible by the devices"] += 1
                 continue
-            if state / _parts(mesh) + _kept_bytes(changed, mesh) > room:
+            if held + _kept_bytes(changed, mesh) > room:
                 reasons["the layers keep too much for the backward pass"] += 1
                 continue
             if len(plans) == max_plans:
@@ -119,7 +119,7 @@ def _meshes(config: Experiment, topology: Topology) -> Iterator[dict[str, int]]:
 
 def _with_layout(config: Experiment, mesh: dict, remat: str, times: int) -> Experiment | None:
     accumulate = config.train.accumulate * times
-    if config.data.batch_size % (accumulate * _replicas(mesh)):
+    if config.data.batch_size % (accumulate * batch_parts(mesh)):
         return None
     config = config.on(dataclasses.replace(config.mesh, **mesh))
     model = dataclasses.replace(config.model, remat=remat)
@@ -127,23 +127,11 @@ def _with_layout(config: Experiment, mesh: dict, remat: str, times: int) -> Expe
     return dataclasses.replace(config, model=model, train=train)
 
 
-def _parts(mesh: dict[str, int]) -> int:
-    """Returns the number of parts into which the state is split."""
-    return mesh["stage"] * mesh["fsdp"] * mesh["expert"] * mesh["tensor"]
-
-
-def _replicas(mesh: dict[str, int]) -> int:
-    """Returns the number of parts into which the sequences of a batch are split."""
-    return mesh["data"] * mesh["stage"] * mesh["fsdp"] * mesh["expert"]
-
-
 def _tokens(config: Experiment, mesh: dict[str, int]) -> float:
     """Returns the tokens that a device processes at a time, those of both stacks added."""
-    length = config.data.length
-    if config.model.is_encoder_decoder:
-        length += config.data.decoder_length
-    parts = _replicas(mesh) * mesh["context"]
-    return config.data.batch_size * length / parts / config.train.accumulate
+    data, parts = config.data, batch_parts(mesh) * mesh["context"]
+    length = data.length + (data.decoder_length if config.model.is_encoder_decoder else 0)
+    return data.batch_size * length / parts / config.train.accumulate
 
 
 def _kept_bytes(config: Experiment, mesh: dict[str, int]) -> float:
@@ -175,5 +163,4 @@ def _sent_bytes(config: Experiment, size: float, mesh: dict[str, int]) -> float:
 
 def _describe(config: Experiment) -> str:
     sizes = [f"{axis} {size}" for axis, size in config.mesh.sizes.items() if size > 1]
-    mesh = ", ".join(sizes) or "one device"
-    return f"{mesh}; {config.model.remat}; {config.train.accumulate}"
+    return f"{', '.join(sizes) or 'one device'}; {config.model.remat}; {config.train.accumulate}"

@@ -1,13 +1,26 @@
-"""The work of a compiled program on one device: FLOPs of matrix products, and HBM traffic."""
+"""The work of a compiled program on one device: FLOPs, HBM traffic, collectives and kernels.
+
+The HLO text does not show the work of TPU kernels. It follows from their names and operand shapes.
+"""
 
 import collections
+import dataclasses
 import math
 import re
+from collections.abc import Sequence
 
 import numpy as np
 
-from transformer.planning.collectives import COLLECTIVES
+from transformer.model.attention_backends.flash.call import tile_size
+from transformer.model.config import ModelConfig
+from transformer.planning.bundles import KernelCycles
 from transformer.planning.hlo import Computation, HloProgram, Instruction
+from transformer.planning.model_flops import allowed_share
+
+COLLECTIVES = (
+    "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all",
+    "collective-permute",
+)  # fmt: skip
 
 _FREE = {
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id",
@@ -53,12 +66,12 @@ def _fusion_traffic(op: Instruction, operands: list[Instruction], inner: Computa
     that only updates a part of an operand counts with that part. The TPU compiler spreads a
     collective over several fusions, which pass its buffers on: they count where it ends.
     """
-    passed_on = 0.0
+    total = updated = 0.0
     root = list(inner.values())[-1]
     results = root.operands if root.opcode == "tuple" else ()
     for array, name in zip(op.arrays, results, strict=False):
         if not array.on_chip and inner[name].opcode in ("parameter", *COLLECTIVES):
-            passed_on += array.bytes
+            updated += array.bytes
     users = collections.defaultdict(list)
     for user in inner.values():
         for name in user.operands:
@@ -72,7 +85,6 @@ def _fusion_traffic(op: Instruction, operands: list[Instruction], inner: Computa
             pairs += find_uses(user.name) if user.opcode == "bitcast" else itself
         return pairs
 
-    total, updated = 0.0, passed_on
     for parameter in (p for p in inner.values() if p.opcode == "parameter"):
         number = int(parameter.literal)
         if number >= len(operands) or not operands[number].hbm_bytes:
@@ -119,3 +131,148 @@ def _flops(op: Instruction, computation: Computation) -> float:
         inside = (source >= 0) & (source <= (length - 1) * spread_in)
         total *= np.sum(inside & (source % spread_in == 0))
     return float(total)
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """A collective: its kind and size, the groups that communicate, and how often it runs.
+
+    `bytes` is the size of a device's operand, or of its result for an all-gather.
+    """
+
+    kind: str
+    bytes: float
+    groups: np.ndarray  # [groups, devices per group]; for collective-permute [pairs, 2]
+    times: float
+    source: str
+    # Each device communicates with its counterparts in all other slices. Then `groups` is empty.
+    between_slices: bool = False
+
+
+def collectives(program: HloProgram) -> list[Collective]:
+    """Returns all collectives of a program."""
+    found = []
+    for op, computation, times, fused in program.runs:
+        transfer = re.search(r'_xla_megascale_transfer_type="(\w+)"', op.attributes)
+        if op.opcode == "send" and transfer:
+            size = sum(array.bytes for array in computation[op.operands[0]].arrays)
+            kind = transfer.group(1).lower().replace("_", "-")
+            found.append(Collective(kind, size, np.zeros((0, 0), int), times, op.source, True))
+        kind = op.opcode.removesuffix("-start")
+        scatters = fused and _scatters(op, computation)
+        # An asynchronous collective appears in each fusion that it overlaps. Only its start counts.
+        if kind not in COLLECTIVES or (fused and not scatters and not _starts(op, computation)):
+            continue
+        operands = [computation[name] for name in op.operands if name in computation]
+        size = sum(array.bytes for operand in operands for array in operand.arrays)
+        writes_parts = operands and all(_writes_a_part(x, program) for x in operands)
+        if scatters:
+            kind = "reduce-scatter"
+        elif kind == "all-reduce" and writes_parts:
+            # On a large torus, the TPU compiler writes all-gathers as sums of zero-padded parts.
+            kind = "all-gather"
+        elif kind == "all-gather":
+            size *= _groups(op).shape[1]
+        found.append(Collective(kind, size, _groups(op), times, op.source))
+    return found
+
+
+def _writes_a_part(op: Instruction, program: HloProgram) -> bool:
+    inner = program.computations.get(op.called("calls") or "") if op.opcode == "fusion" else None
+    root = next((inner_op for inner_op in inner.values() if inner_op.root), op) if inner else op
+    return root.opcode in ("dynamic-update-slice", "pad")
+
+
+def _starts(op: Instruction, computation: Computation) -> bool:
+    start = 'custom_call_target="AsyncCollectiveStart"'
+    return any(op.name in x.operands and start in x.attributes for x in computation.values())
+
+
+def _scatters(op: Instruction, computation: Computation) -> bool:
+    """Returns whether a fused all-reduce keeps a part of the sum, as a TPU's reduce-scatter."""
+    asynchronous = any("AsyncCollective" in other.attributes for other in computation.values())
+    slices = [other for other in computation.values() if other.opcode == "dynamic-slice"]
+    kept = any(other.operands[0] == op.name for other in slices)
+    return op.opcode == "all-reduce" and kept and not asynchronous
+
+
+def _groups(op: Instruction) -> np.ndarray:
+    text, numbers = op.attributes, lambda s: [int(n) for n in s.split(",")]
+    lists = r"(?:source_target_pairs|replica_groups)=\{((?:\{[\d,]+\},?)+)\}"
+    if match := re.search(lists, text):
+        groups = re.findall(r"\{([\d,]+)\}", match.group(1))
+        return np.array([numbers(group) for group in groups])
+    if match := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", text):
+        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", match.group(1))}
+        axis_names = re.findall(r"'(\w+)'", match.group(2))
+        ids = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
+        axes = [list(sizes).index(name) for name in axis_names]
+        group_size = math.prod(sizes[name] for name in axis_names)
+        return np.moveaxis(ids, axes, range(-len(axes), 0)).reshape(-1, group_size)
+    if match := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
+        shape, dims = numbers(match.group(1)), numbers(match.group(2))
+        ids = np.arange(math.prod(dims)).reshape(dims)
+        return (ids.transpose(numbers(match.group(3))) if match.group(3) else ids).reshape(shape)
+    return np.zeros((1, 1), int)
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelWork:
+    """The work of one kernel call."""
+
+    flops: float = 0.0  # multiplications and additions
+    untouched: float = 0.0  # bytes of operands and results that it neither reads nor writes
+    cycles: float = 0.0  # of its scheduled instructions, all cores together; 0: unknown
+
+
+def kernel(op: Instruction, model: ModelConfig, known: Sequence[KernelCycles] = ()) -> KernelWork:
+    """Returns the work of an instruction that calls a kernel, and no work for any other.
+
+    `known` are the kernels whose cycles were counted (cycles.py).
+    """
+    if match := re.match(r"flash_(forward|backward)", op.name):
+        key = match.group(), tuple(_operands(op)), len(op.arrays)
+        cycles = [x.cycles for x in known if key == (x.name, x.operands, x.results)]
+        return dataclasses.replace(_attention(match.group(1), op), cycles=min(cycles, default=0.0))
+    if match := re.match(r"t?gmm\b", op.name):
+        return _grouped(match.group(), op, model)
+    return KernelWork()
+
+
+def _attention(part: str, op: Instruction) -> KernelWork:
+    """Returns the work of flash attention over the tiles that the mask can allow.
+
+    The forward pass computes 2 products over queries and keys, and the backward pass 5. Those with
+    a position scheme's tables are not counted.
+    """
+    arrays = [dims for _, dims in _operands(op) if len(dims) > 2]
+    (*heads, queries, size), (*_, keys, _), (*_, d_value) = arrays[:3]
+    share = allowed_share(op.source, tile_size(queries))
+    # Width d_head: q k, and the gradients of q and k. Width d_value: w v, and those of w and v.
+    by_keys, by_values = {"forward": (1, 1), "backward": (3, 2)}[part]
+    width = by_keys * size + by_values * d_value
+    return KernelWork(2.0 * math.prod(heads) * queries * keys * share * width)
+
+
+def _grouped(part: str, op: Instruction, model: ModelConfig) -> KernelWork:
+    """Returns the work of a grouped product (`gmm`) or of its gradient by the matrices (`tgmm`).
+
+    A grouped product multiplies rows by their experts' matrices. A device computes only the rows of
+    its experts. The count assumes that the router is balanced.
+    """
+    (size, (rows, inner)), (_, second) = _operands(op)[:2]
+    result = op.arrays[0].dims
+    matrices, products = (second, result) if part == "gmm" else (result, second)
+    local_experts, outer = matrices[0], products[-1]
+    kinds = [layer.feed_forward_kind for side in model.sides for layer in model.layers(side)]
+    experts = max(kind.num_experts for kind in kinds if hasattr(kind, "num_experts"))
+    local_rows = rows * local_experts / experts
+    untouched = (rows - local_rows) * (inner + outer) * size
+    return KernelWork(2.0 * local_rows * inner * outer, untouched)
+
+
+def _operands(op: Instruction) -> list[tuple[int, tuple[int, ...]]]:
+    """Returns (bytes per element, shape) of the floating-point operands of a call."""
+    layouts = op.attributes.partition("operand_layout_constraints")[2].partition("}}")[0]
+    matches, sizes = re.findall(r"\b(bf16|f32)\[([\d,]+)\]", layouts), {"bf16": 2, "f32": 4}
+    return [(sizes[dtype], tuple(map(int, dims.split(",")))) for dtype, dims in matches]

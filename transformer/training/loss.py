@@ -196,7 +196,7 @@ def auto_chunks(batch: int, length: int, vocab: int, mesh: Mesh) -> int:
     has about 2^27 logits per device (half a GB) but at least 2,048 tokens. The limits are larger
     because every chunk reads and writes the head's gradient, which all devices hold in full.
     """
-    batch, length = batch // min(batch_parts(mesh), batch), length // mesh.shape["context"]
+    batch, length = batch // min(batch_parts(mesh.shape), batch), length // mesh.shape["context"]
     vocab = -(-vocab // mesh.shape["tensor"])
     chunk_tokens = max(1024, 2**23 // vocab) if mesh.size == 1 else max(2048, 2**27 // vocab)
     divisors = [n for n in range(1, length + 1) if length % n == 0]
