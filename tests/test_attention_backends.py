@@ -16,9 +16,8 @@ from transformer.model.attention_backends import (
     choose,
     record,
 )
-from transformer.model.masks import CAUSAL, SAME_SEGMENT, Tokens, window
+from transformer.model.masks import CAUSAL, SAME_SEGMENT, Tokens, window, zigzag
 from transformer.model.positions import SCHEMES
-from transformer.parallel.context import zigzag
 from transformer.parallel.mesh import make_mesh, use
 
 T, N, K, H = 11, 4, 2, 4

@@ -19,9 +19,9 @@ from transformer.model.layout import flatten, part, where
 from transformer.model.network import build_model
 from transformer.model.placements.base import Parts
 from transformer.parallel.sharding import Share
-from transformer.training import outputs
 from transformer.training.config import TrainTask
 from transformer.training.loss import auto_chunks
+from transformer.training.step import run_model
 
 Metrics = Iterator[tuple[str, float | str]]
 """Names and values of metrics. A string is a text for people, such as a sample of the output."""
@@ -83,7 +83,7 @@ class Subject:
         model read it.
         """
         args = (self.model, params, batch, self.config, self.mesh)
-        result, batch, sown = outputs.apply(*args, watch=what)
+        result, batch, sown = run_model(*args, watch=what)
         return (result.hidden_BxTxE, result.head), sown, batch
 
     def in_chunks(self, function: Callable, *arrays_BxT: jax.Array):

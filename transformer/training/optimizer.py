@@ -33,12 +33,9 @@ def schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
     """
     peak, warmup = config.learning_rate, config.warmup_steps
     if config.schedule == "inverse_sqrt":
-
-        def inverse_sqrt(update):
-            n = jnp.asarray(update, jnp.float32) + 1
-            return peak * jnp.minimum(n / warmup, jnp.sqrt(warmup / n))
-
-        return inverse_sqrt
+        number = lambda update: jnp.asarray(update, jnp.float32) + 1
+        factor = lambda n: jnp.minimum(n / warmup, jnp.sqrt(warmup / n))
+        return lambda update: peak * factor(number(update))
     final, remaining = peak * config.final_fraction, jnp.maximum(steps - warmup, 1)
 
     def linear(start, end, length):
@@ -82,10 +79,8 @@ def build_optimizer(
     rate = schedule(config, steps)
     rules = parameter_rules(FAMILIES[model.family], model)
     decay = optax.identity()
-    if not is_zero(config.weight_decay):
-        decay = optax.add_decayed_weights(config.weight_decay, decayed)
-        if rules:
-            decay = _decay(config.weight_decay, rules)
+    if not is_zero(weight := config.weight_decay):
+        decay = _decay(weight, rules) if rules else optax.add_decayed_weights(weight, decayed)
     parts = [config.rule.direction(config), decay, optax.scale_by_learning_rate(rate)]
     if rules:
         by_epsilon = {path: 1.0 / rule.epsilon for path, (_, rule) in rules.items()}
@@ -109,9 +104,8 @@ def _decay(weight_decay: float, rules) -> optax.GradientTransformation:
         multiplier = rules[path_name(path)][1].weight_decay
         return u + weight_decay * multiplier * w if is_decayed else u
 
-    return optax.stateless(
-        lambda us, ws: jax.tree_util.tree_map_with_path(add, us, ws, decayed(ws))
-    )
+    to_all = lambda us, ws: jax.tree_util.tree_map_with_path(add, us, ws, decayed(ws))
+    return optax.stateless(to_all)
 
 
 def decayed(params):

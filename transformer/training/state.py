@@ -54,13 +54,9 @@ def abstract_state(
     return jax.tree.map(shape, unbox(boxed), state_shardings), state_shardings
 
 
-LAYOUT = ("scan_layers", "pipeline_rounds")
-"""The model fields that determine only how the parameters of layers are stored."""
-
-
 def layout(model: ModelConfig) -> dict:
-    """Returns how this model stores the parameters of its layers."""
-    return {field: getattr(model, field) for field in LAYOUT}
+    """Returns the fields that determine only how this model stores the parameters of its layers."""
+    return {field: getattr(model, field) for field in ("scan_layers", "pipeline_rounds")}
 
 
 def relayout(
@@ -74,7 +70,9 @@ def relayout(
 
     def converted(leaves):
         def convert(path, target):
-            prefix, param = _STACK.fullmatch(path_name(path)).groups()
+            # A prefix, and the path of a layer's parameter
+            split = re.fullmatch(r"(.*?)((?:(?:encoder|decoder)/layers.*)?)", path_name(path))
+            prefix, param = split.groups()
             if not param:
                 return leaves[prefix]
             get = lambda name: part(leaves[prefix + place[name][0]], place[name][1])
@@ -88,10 +86,6 @@ def relayout(
 
     leaves = {path_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(state)}
     return jax.jit(converted, out_shardings=jax.tree.map(lambda x: x.sharding, abstract))(leaves)
-
-
-_STACK = re.compile(r"(.*?)((?:(?:encoder|decoder)/layers.*)?)")
-"""Splits the path of a state's leaf into a prefix and the path of a layer's parameter."""
 
 
 def init_state(

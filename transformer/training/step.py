@@ -1,23 +1,131 @@
-"""The training step and the evaluation step, shared by all families and objectives.
+"""The model's outputs on a batch, and the training and evaluation steps, for all objectives.
+
+Shape suffixes: B batch, T length, E width of the token head's input.
 
 The loss, a sum over the global batch / its weights, depends on neither mesh nor micro-batches.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 import optax
-from flax import linen as nn
-from jax.sharding import Mesh, NamedSharding
+from flax import linen as nn, struct
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from transformer.data.objectives.base import Loss, Objective
+from transformer.data.objectives.base import Loss
+from transformer.model import positions
 from transformer.model.attention_backends import record
-from transformer.parallel.sharding import BATCH
-from transformer.training import outputs
+from transformer.model.config import ModelConfig
+from transformer.model.embedding import Head
+from transformer.model.masks import zigzag
+from transformer.parallel.sharding import BATCH, BATCH_AXES
 from transformer.training.config import TrainTask
-from transformer.training.loss import RouterSums
+from transformer.training.loss import RouterSums, Sums, auto_chunks, cross_entropy, label_sums
 from transformer.training.state import TrainState
+
+_METHODS = {("tokens",): "features", ("labels",): "classify", ("tokens", "labels"): "both"}
+"""Predicted heads -> the method of the model (model/network.py) that runs them."""
+
+_OPTIONS = {
+    "positions": "positions", "segments": "segment_ids", "source_positions": "source_positions",
+    "source_segments": "source_segment_ids", "prefix": "prefix_mask", "token_types": "token_types",
+}  # fmt: skip
+"""Field of a batch -> option of the model."""
+
+
+@struct.dataclass
+class ModelOutputs:
+    """The model's outputs on a batch, as inputs of the losses.
+
+    Hidden state and head are None without token targets, label logits without label targets.
+    """
+
+    hidden_BxTxE: jax.Array | None
+    head: Head | None
+    label_logits: jax.Array | None
+    smoothing: float = struct.field(pytree_node=False, default=0.0)
+    z_loss: float = struct.field(pytree_node=False, default=0.0)
+    chunks: int = struct.field(pytree_node=False, default=1)
+
+    def token_loss(self, targets_BxT: jax.Array, weights_BxT: jax.Array) -> Sums:
+        """Computes the cross-entropy of tokens without holding all logits at once (loss.py)."""
+        operands = (self.hidden_BxTxE, self.head, targets_BxT, weights_BxT)
+        return cross_entropy(*operands, self.smoothing, self.z_loss, self.chunks)
+
+    def label_loss(self, labels: jax.Array, weights: jax.Array) -> Sums:
+        """Computes the cross-entropy of classes, one per sequence or one per token."""
+        assert self.label_logits is not None
+        return label_sums(self.label_logits, labels, weights, self.smoothing)
+
+
+def run_model(
+    model: nn.Module,
+    params,
+    batch: dict,
+    task: TrainTask,
+    mesh: Mesh,
+    *,
+    dropout_key: jax.Array | None = None,
+    dropout_rate: jax.Array | None = None,
+    smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    watch: Sequence[str] = (),
+) -> tuple[ModelOutputs, dict, Mapping]:
+    """Runs the model on a batch.
+
+    Returns the outputs, the batch in the mesh's order of positions, and the collections of `watch`
+    (model/watch.py) in which something was sown. A `dropout_key` turns on dropout, as in training.
+    `dropout_rate` overrides the config's rate.
+    """
+    order, predicts = order_of(task.model, mesh), task.objective.predicts
+    batch = arrange(dict(batch), order, mesh)
+    options = {option: batch[field] for field, option in _OPTIONS.items() if field in batch}
+    if "source" in batch:
+        options["source_order"] = "contiguous"
+    results, sown = model.apply(
+        params,
+        *(batch[field] for field in ("source", "inputs") if field in batch),
+        **options,
+        order=order,
+        dropout_rate=dropout_rate,
+        deterministic=dropout_key is None,
+        method=_METHODS[predicts],
+        rngs=None if dropout_key is None else {"dropout": dropout_key},
+        mutable=list(watch),
+    )
+    features, labels = results if len(predicts) == 2 else (results, results)
+    hidden, head = features if "tokens" in predicts else (None, None)
+    batch_size, length = batch["inputs"].shape
+    chunks = auto_chunks(batch_size, length, task.model.vocab_size, mesh)
+    labels = labels if "labels" in predicts else None
+    return ModelOutputs(hidden, head, labels, smoothing, z_loss, chunks), batch, sown
+
+
+def order_of(config: ModelConfig, mesh: Mesh) -> str:
+    """Returns the order of a decoder's positions: "zigzag", or "contiguous" (unchanged).
+
+    Zigzag order gives all devices the same work under a causal mask. It is used where the mesh
+    shards sequences and the position schemes' scores depend on the query and the key alone.
+    """
+    decodes = "decoder" in config.sides and not config.num_labels
+    in_order = any(mixer.in_order for mixer in config.mixers_of())
+    if mesh.shape["context"] == 1 or not decodes or in_order:
+        return "contiguous"
+    pairwise = all(positions.build(layer.position).pairwise for layer in config.layers("decoder"))
+    return "zigzag" if pairwise and not config.prefix_lm else "contiguous"
+
+
+def arrange(batch: dict, order: str, mesh: Mesh) -> dict:
+    """Shards the batch, with a decoder's positions in `order`; sums over tokens stay the same."""
+
+    def constrain(name: str, x: jax.Array) -> jax.Array:
+        if x.ndim > 1 and order == "zigzag" and not name.startswith("source"):
+            x = zigzag(x, mesh.shape["context"])
+        spec = P(BATCH_AXES, *["context"][: x.ndim - 1])
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+    return {name: constrain(name, x) for name, x in batch.items()} if mesh.size > 1 else batch
 
 
 def batch_sums(
@@ -26,12 +134,11 @@ def batch_sums(
     """Computes the objective's losses of one batch, whose fields are those of `data.batching`.
 
     In training (with a `dropout_key`), the result also contains the routers' auxiliary losses.
-    `extra`: `dropout_rate`, `smoothing` and `z_loss` (outputs.py).
+    `extra`: `dropout_rate`, `smoothing` and `z_loss` of `run_model`.
     """
-    watch = ("losses",) if dropout_key is not None else ()
-    task = (model, params, batch, config, mesh)
-    model_outputs, batch, sown = outputs.apply(*task, dropout_key=dropout_key, watch=watch, **extra)
-    sums = config.objective.losses(model_outputs, batch)
+    extra |= {"dropout_key": dropout_key, "watch": ("losses",) if dropout_key is not None else ()}
+    outputs, batch, sown = run_model(model, params, batch, config, mesh, **extra)
+    sums = config.objective.losses(outputs, batch)
     if sown:
         sums["router"] = RouterSums.of(sown["losses"], _routed(batch))
     return sums
@@ -51,12 +158,6 @@ def attention_backends(
 def _routed(batch: dict) -> jax.Array:
     """Counts the tokens that the routers dispatch, at least 1."""
     return jnp.maximum(jnp.sum(batch["segments"] > 0).astype(jnp.float32), 1.0)
-
-
-def _weights(objective: Objective, batch: dict) -> dict[str, jax.Array]:
-    """Returns the divisor of each loss over the global batch."""
-    weights = {name: jnp.maximum(weight, 1.0) for name, weight in objective.weights(batch).items()}
-    return weights | {"router": _routed(batch)}
 
 
 def make_train_step(
@@ -96,7 +197,9 @@ def training_step(
 
     def step(state: TrainState, batch):
         key = jax.random.fold_in(jax.random.key(seed + 1), state.step)
-        weights = _weights(config.objective, batch)
+        # The divisor of each loss, over the global batch
+        weights = {name: jnp.maximum(w, 1.0) for name, w in config.objective.weights(batch).items()}
+        weights["router"] = _routed(batch)
         sums, grads = _summed(gradients, train.accumulate, state.params, batch, key, weights)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)

@@ -77,7 +77,7 @@ class Loss(Protocol):
 
 
 class Outputs(Protocol):
-    """The outputs of the model for a batch (training/outputs.py)."""
+    """The outputs of the model for a batch (training/step.py)."""
 
     hidden_BxTxE: jax.Array | None  # input of the token head; None without token targets
     label_logits: jax.Array | None  # [B, C] or [B, T, C]; None without label targets

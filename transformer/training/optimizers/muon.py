@@ -81,13 +81,11 @@ class Muon(Optimizer):
 
 @struct.dataclass
 class MuonState:
-    """The momentum of matrices and the AdamW state of other parameters.
-
-    axes: those of each parameter, in the order of leaves; None for AdamW.
-    """
+    """The momentum of matrices and the AdamW state of other parameters."""
 
     momentum: Any
     adam: optax.ScaleByAdamState
+    # Those of each parameter, in the order of leaves; None for AdamW
     axes: tuple[Axes | None, ...] = struct.field(pytree_node=False)
 
 
