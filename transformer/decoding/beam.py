@@ -17,8 +17,7 @@ import jax.numpy as jnp
 from flax import linen as nn, struct
 
 from transformer.decoding.config import check_numbers
-from transformer.decoding.ending import Ending
-from transformer.decoding.prefill import DecodeState, advance, first_prompt, prefill, unrolled
+from transformer.decoding.prefill import DecodeState, Ending, begin
 from transformer.model.special_tokens import Ids
 
 NEVER = -1e9
@@ -114,13 +113,11 @@ def beam_search(
     The other arguments and the errors are those of `sample`.
     """
     check_numbers("", max_new=max_new, beam_size=beam_size, alpha=alpha)
-    prompt_BxP = first_prompt(model, prompt_BxP, source_BxS, limits_B=limits_B)
+    inputs = source_BxS, prompt_mask_BxP, source_mask_BxS
+    logits_BxV, memory, read = begin(model, params, prompt_BxP, limits_B, max_new, *inputs)
     ending = Ending.of(model.config, eos_id, pad_id, suppress_tokens)
     limits_B = jnp.minimum(limits_B, max_new)
-    (batch, length), k = prompt_BxP.shape, beam_size
-    inputs = source_BxS, prompt_mask_BxP, source_mask_BxS
-    logits_BxV, memory = prefill(model, params, prompt_BxP, length + max_new, *inputs)
-    step_model, vocab = unrolled(model, params), logits_BxV.shape[-1]
+    (batch, vocab), k = logits_BxV.shape, beam_size
     spread = memory.cache.reorder(lambda x: jnp.repeat(x, k, axis=0))
     memory = dataclasses.replace(memory, cache=spread)  # beams share the encoded source
 
@@ -133,7 +130,7 @@ def beam_search(
 
     def body(carry):  # the cache is moved last: between two moves, it is updated in place
         beams, token = carry
-        logits, memory = advance(*step_model, token, beams.memory)
+        logits, memory = read(token, beams.memory)
         return extend(dataclasses.replace(beams, memory=memory), logits.reshape(batch, k, vocab))
 
     blank = jnp.full((batch, k, max_new), ending.fill_id, jnp.int32)

@@ -1,8 +1,11 @@
-"""The first and the following steps of decoding, for decoders and encoder-decoders.
+"""The first and the following steps of decoding, and the tokens that end it, for all generators.
 
 Shape suffixes: B batch, S source length, P prompt length, V vocabulary.
 """
 
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -12,9 +15,11 @@ from flax import linen as nn, struct
 
 from transformer.errors import UserError
 from transformer.model.cache import Cache
+from transformer.model.config import ModelConfig
 from transformer.model.inputs import check_array, check_range, check_tokens, values
 from transformer.model.layout import unroll
 from transformer.model.masks import Tokens
+from transformer.model.special_tokens import Ids, as_tuple, check_inside
 
 
 @struct.dataclass
@@ -25,13 +30,19 @@ class DecodeState:
     source: Tokens | None
 
 
-def first_prompt(
-    model: nn.Module, prompt_BxP: jax.Array | None, source_BxS: jax.Array | None, **each: Any
-) -> jax.Array:
-    """The prompts; by default, the start token of an encoder-decoder, int32[B, 1].
+def begin(
+    model: nn.Module,
+    params: Any,
+    prompt_BxP: jax.Array | None,
+    limits_B: jax.Array,
+    max_new: int,
+    source_BxS: jax.Array | None,
+    *masks: jax.Array | None,
+) -> tuple[jax.Array, DecodeState, Callable]:
+    """Reads the prompts, by default the start token of an encoder-decoder, with `prefill`.
 
-    `each` are arrays with one entry per prompt on axis 0. Raises UserError if they are not, if
-    prompt or source do not match the model, and if there is neither a prompt nor a start token.
+    Returns its results, and (tokens_B, memory) -> the results of `advance`. Also raises UserError
+    without prompt and start token, and unless `limits_B` is an array with one entry per prompt.
     """
     _check(model, prompt_BxP, source_BxS)
     if prompt_BxP is None:
@@ -42,13 +53,14 @@ def first_prompt(
             way_out = "pass a prompt, or set model.decoder_start_id"
             raise UserError(f"prompt: None, and there is no start token; {way_out}")
         prompt_BxP = jnp.full((source_BxS.shape[0], 1), start_id, jnp.int32)
-    for name, x in each.items():
-        shape = getattr(x, "shape", None)
-        if shape is None or shape[:1] != prompt_BxP.shape[:1]:
-            found = type(x).__name__ if shape is None else f"shape {list(shape)}"
-            way_out = "pass an array with one value for each"
-            raise UserError(f"{name}: {found}, but there are {len(prompt_BxP)} prompts; {way_out}")
-    return prompt_BxP
+    shape = getattr(limits_B, "shape", None)
+    if shape is None or shape[:1] != prompt_BxP.shape[:1]:
+        found = type(limits_B).__name__ if shape is None else f"shape {list(shape)}"
+        way_out = "pass an array with one value for each"
+        raise UserError(f"limits_B: {found}, but there are {len(prompt_BxP)} prompts; {way_out}")
+    slots = prompt_BxP.shape[1] + max_new
+    logits_BxV, memory = prefill(model, params, prompt_BxP, slots, source_BxS, *masks)
+    return logits_BxV, memory, functools.partial(advance, *unrolled(model, params))
 
 
 def prefill(
@@ -83,15 +95,14 @@ def prefill(
     if real is not None and np.any(np.diff(real.astype(np.int8), axis=1) < 0):
         raise UserError("prompt_mask: padding after a real token; pad prompts on the left")
     real_BxP = jnp.broadcast_to(real_BxP, prompt_BxP.shape)
-    options = {"segment_ids": real_BxP.astype(jnp.int32), "order": "contiguous"}
+    options = {"segment_ids": real_BxP.astype(jnp.int32), "order": "contiguous", "last_only": True}
     options["positions"] = jnp.maximum(jnp.cumsum(real_BxP, axis=1) - 1, 0)
     if model.config.prefix_lm:
         options["prefix_mask"] = real_BxP
-    options |= {"last_only": True, "method": "decode"}
     cache, encoded = model.empty_cache(prompt_BxP.shape[0], slots), ()
     if source_BxS is not None:
         encoded = model.apply(params, source_BxS, padding_mask=source_mask_BxS, method="encode")
-    logits, cache = model.apply(params, prompt_BxP, cache, *encoded, **options)
+    logits, cache = model.apply(params, prompt_BxP, cache, *encoded, method="decode", **options)
     return logits[:, -1], DecodeState(cache, encoded[1] if encoded else None)
 
 
@@ -126,3 +137,47 @@ def advance(
     encoder = () if memory.source is None else (None, memory.source)
     logits, cache = model.apply(params, tokens_B[:, None], memory.cache, *encoder, method="decode")
     return logits[:, -1], memory.replace(cache=cache)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ending:
+    """Tokens that end a sequence (`eos_ids`), fill it afterwards, or are never generated."""
+
+    eos_ids: tuple[int, ...]
+    fill_id: int
+    suppressed: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls, config: ModelConfig, eos_id: Ids, pad_id: int | None, suppress_tokens: Sequence[int]
+    ) -> "Ending":
+        """The tokens of the arguments, or of `config` where an argument is None.
+
+        If there is no pad token, eos pads. Raises UserError if there is no eos, for ids outside the
+        vocabulary, and if all tokens are suppressed.
+        """
+        eos_ids = as_tuple(config.eos_id if eos_id is None else eos_id)
+        pad_id = config.pad_id if pad_id is None else pad_id
+        suppressed = tuple(suppress_tokens)
+        tokens = {"eos_id": eos_ids, "pad_id": pad_id, "suppress_tokens": suppressed}
+        for field, ids in tokens.items():
+            check_inside(field, ids, config.vocab_size)
+        if not eos_ids:
+            way_out = "pass eos_id, or set model.eos_id"
+            raise UserError(f"eos_id: not set, so no sequence would end; {way_out}")
+        if len(set(suppressed)) == config.vocab_size:
+            raise UserError("suppress_tokens: the whole vocabulary; leave one token out")
+        fill_id = eos_ids[0] if pad_id is None else pad_id
+        return cls(eos_ids, fill_id, suppressed)
+
+    def ends(self, token: jax.Array) -> jax.Array:
+        """Whether each token ends a sequence: bool, of the same shape as `token`."""
+        return jnp.isin(token, jnp.array(self.eos_ids))
+
+    def suppress(self, scores_V: jax.Array, never: float) -> jax.Array:
+        """The scores [..., V], with those of suppressed tokens set to `never`."""
+        if not self.suppressed:
+            return scores_V
+        # A mask is fused with the operations around it; setting entries copies the scores.
+        mask_V = np.isin(np.arange(scores_V.shape[-1]), self.suppressed)
+        return jnp.where(mask_V, never, scores_V)

@@ -18,8 +18,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from transformer.decoding.config import check_numbers
-from transformer.decoding.ending import Ending
-from transformer.decoding.prefill import advance, first_prompt, prefill, unrolled
+from transformer.decoding.prefill import Ending, begin
 from transformer.errors import UserError
 from transformer.model.special_tokens import Ids
 
@@ -44,8 +43,7 @@ def sample(
 ) -> jax.Array:
     """Continues each prompt up to eos or `limits_B` tokens, then pads: int32[B, max_new].
 
-    B is the number of sequences, P the length of the longest prompt and S that of the longest
-    source.
+    B is the number of sequences, P the length of the longest prompt, S that of the longest source.
 
     Args:
       model, params: a decoder or an encoder-decoder, and its parameters.
@@ -67,17 +65,14 @@ def sample(
         key per sequence.
     """
     check_numbers("", max_new=max_new, temperature=temperature, top_k=top_k, top_p=top_p)
-    prompt_BxP = first_prompt(model, prompt_BxP, source_BxS, limits_B=limits_B)
+    inputs = source_BxS, prompt_mask_BxP, source_mask_BxS
+    logits_BxV, memory, read = begin(model, params, prompt_BxP, limits_B, max_new, *inputs)
     ending = Ending.of(model.config, eos_id, pad_id, suppress_tokens)
     if temperature:
-        batch, typed = len(prompt_BxP), jnp.issubdtype(keys_B.dtype, jax.dtypes.prng_key)
+        batch, typed = len(logits_BxV), jnp.issubdtype(keys_B.dtype, jax.dtypes.prng_key)
         if keys_B.ndim != (1 if typed else 2) or len(keys_B) != batch:
             raise UserError(f"keys: expected [{batch}] keys; use jax.random.split(key, {batch})")
     draw = functools.partial(_draw, keys_B, ending, temperature, top_k, top_p)
-    inputs = source_BxS, prompt_mask_BxP, source_mask_BxS
-    slots = prompt_BxP.shape[1] + max_new
-    logits_BxV, memory = prefill(model, params, prompt_BxP, slots, *inputs)
-    read = functools.partial(advance, *unrolled(model, params))
     return _continue(draw, read, ending, limits_B, max_new, logits_BxV, memory)
 
 
