@@ -13,16 +13,13 @@ def keep_freed_memory() -> bool:
     """Configures glibc's allocator to keep freed memory instead of returning it to the kernel.
 
     XLA's CPU backend allocates and frees its buffers every step. By default each allocation is a
-    new mapping, and touching it costs a page fault per 4 KB: 28,000 faults and a third of the time
-    of a step of the quickstart. One arena, no mappings and no trimming reduce a step from 95 to 60
-    ms (python experiments/benchmarks/host_memory.py, 2 cores of an AMD EPYC 9005).
+    new mapping, and touching it costs a page fault per 4 KB. One arena, no mappings and no trimming
+    reduce a step of the quickstart from 95 to 60 ms (python experiments/benchmarks/host_memory.py,
+    2 cores of an AMD EPYC 9005).
 
-    The command line does this at its start, and the Python API when one of its names is first used:
-    before JAX starts its threads, each of which would take an arena. The environment variable
-    TRANSFORMER_ALLOCATOR=system prevents it.
-
-    Returns False on machines with an accelerator, where the allocator is not glibc's, and if it is
-    prevented.
+    This must run before JAX starts its threads, each of which would take an arena. Returns False on
+    machines with an accelerator, where the allocator is not glibc's, and if the environment
+    variable TRANSFORMER_ALLOCATOR=system prevents it.
     """
     prevented = os.environ.get("TRANSFORMER_ALLOCATOR") == "system"
     if prevented or not sys.platform.startswith("linux") or accelerator():

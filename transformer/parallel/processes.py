@@ -184,9 +184,8 @@ def _from_cluster() -> tuple[str, int, int, list[int] | None] | None:
 def _connect(coordinator: str, count: int, index: int, wait: float) -> dict[int, socket.socket]:
     """Connects all processes, and returns the connections once all have arrived.
 
-    Every process connects to process 0, one port above the coordinator's. Process 0 returns its
-    connections to all others, and every other process returns its connection to process 0. JAX's
-    own service would abort without naming the missing processes.
+    Every process connects to process 0, one port above the coordinator's. JAX's own service would
+    abort without naming the missing processes.
     """
     host, _, port = coordinator.rpartition(":")
     deadline = time.monotonic() + wait
@@ -266,10 +265,7 @@ def _connect_to_first(host: str, port: int, index: int, count: int, deadline: fl
 
 def _read_line(connection: socket.socket) -> bytes:
     """Reads one line. A buffered reader would also consume bytes after it."""
-    line = b""
-    while not line.endswith(b"\n") and (byte := connection.recv(1)):
-        line += byte
-    return line
+    return connection.makefile("rb", buffering=0).readline()
 
 
 def is_first() -> bool:
