@@ -153,6 +153,44 @@ def test_position_table_is_extended_or_interpolated(trained):
     np.testing.assert_allclose(initialized[name], expected, atol=1e-6)
 
 
+def test_key_value_heads_are_averaged_in_groups(trained):
+    """4 heads become 2. Query head n read key head n, and now reads head n // 2."""
+    workdir, pretrained = trained
+    model, train = {"num_kv_heads": 2}, {"init_from": str(workdir)}
+    with pytest.raises(
+        UserError, match="key/bias is 4x4 in .* 2x4 here; set train.init_kv_heads=mean"
+    ):
+        fresh_and_initialized(experiment(model, train))
+    _, initialized = fresh_and_initialized(experiment(model, train | {"init_kv_heads": "mean"}))
+    for name, x in pretrained.items():
+        if "/key/" in name or "/value/" in name:
+            heads = np.moveaxis(x, -2, 0)
+            assert np.abs(heads[0] - heads[1]).max() > 1e-3 or "bias" in name
+            x = np.stack([(heads[0] + heads[1]) / 2, (heads[2] + heads[3]) / 2], axis=-2)
+        np.testing.assert_allclose(initialized[name], x, atol=1e-7, err_msg=name)
+
+
+def test_an_encoder_decoder_starts_from_a_decoder(trained):
+    workdir, pretrained = trained
+    model = {"family": "encoder_decoder", "num_encoder_layers": 2}
+    data, train = {"objective": "span_corruption"}, {"init_from": str(workdir)}
+    with pytest.raises(UserError, match="has no decoder/layers_0/cross_attention"):
+        fresh_and_initialized(experiment(model, train, data))
+    _, initialized = fresh_and_initialized(
+        experiment(model, train | {"init_encoder": "decoder"}, data)
+    )
+    assert {x.split("/")[0] for x in initialized} == {
+        "embedding",
+        "encoder",
+        "decoder",
+        "unembedding",
+    }
+    for name, x in initialized.items():
+        origin = name.replace("encoder/", "decoder/").replace("cross_attention", "self_attention")
+        np.testing.assert_array_equal(x, pretrained[origin], err_msg=name)
+    assert any("cross_attention/query" in name for name in initialized)
+
+
 def test_run_starts_from_a_hugging_face_directory(tmp_path):
     pytest.importorskip("safetensors", reason="the test extra brings it")
     config = dataclasses.replace(
@@ -188,6 +226,8 @@ def test_training_starts_from_a_run_and_rejects_another_tokenizer(trained, tmp_p
             "has no effect without parameters to start from: train.init_from",
         ),
         ({"init_positions": "strech"}, "train.init_positions: unknown value 'strech'"),
+        ({"init_kv_heads": "max"}, "train.init_kv_heads: unknown value 'max'"),
+        ({"init_encoder": "yes"}, "train.init_encoder: unknown value 'yes'"),
     ],
 )
 def test_invalid_init_fields_raise(fields, message):

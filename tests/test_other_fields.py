@@ -55,6 +55,8 @@ IN_A_RUN = {
     "train.init_new": "which parameters are newly initialized: tests/test_initialize.py",
     "train.init_drop": "which parameters are left out: tests/test_initialize.py",
     "train.init_positions": "how a position table is resized: tests/test_initialize.py",
+    "train.init_kv_heads": "how heads are averaged: tests/test_initialize.py",
+    "train.init_encoder": "what an encoder starts from: tests/test_initialize.py",
     "train.log_every": "which lines metrics.jsonl contains",
     "train.eval_every": "which lines metrics.jsonl contains",
     "train.eval_batches": "how many batches eval/loss covers",

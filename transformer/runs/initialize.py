@@ -7,6 +7,7 @@ anew and to drop.
 
 import fnmatch
 import hashlib
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -30,12 +31,17 @@ def start_from(config: Experiment, state: TrainState, shardings, mesh: Mesh) -> 
     """Returns `state` with parameters of `train.init_from`. Raises UserError with any mismatch."""
     train, model, targets = config.train, config.model, flatten(state.params)
     shapes, fetch = _source(Path(train.init_from), mesh)
-    names, places = _match(train, layer_shapes(model, targets), shapes), where(model, targets)
+    wanted, places = layer_shapes(model, targets), where(model, targets)
+    if train.init_encoder == "decoder":
+        shapes, fetch = _with_encoder(wanted, shapes, fetch)
+    names = _match(train, wanted, shapes)
 
     def layer_part(name: str) -> jax.Array:
         path, i = places[name]
         initial = part(targets[path], i)
-        return _fit(train, fetch(name), initial).astype(initial.dtype) if name in names else initial
+        if name not in names:
+            return initial
+        return _fit(train, name, fetch(name), initial).astype(initial.dtype)
 
     sharding_of = flatten(shardings.params)
     joined = lambda path: join(model, path, layer_part, jnp.stack)
@@ -77,6 +83,25 @@ def _source(directory: Path, mesh: Mesh) -> tuple[Mapping, Callable[[str], jax.A
     return shapes, lambda name: place(read(name), everywhere)
 
 
+def _with_encoder(wanted: Mapping, shapes: Mapping, fetch: Callable):
+    """Returns `shapes` and `fetch` of a decoder with the parameters that an encoder-decoder adds.
+
+    Those of the encoder are the decoder's, and those of cross-attention are self-attention's.
+    """
+
+    def origin(name: str) -> str:
+        ours = re.sub("^encoder/", "decoder/", name).replace("cross_attention", "self_attention")
+        return name if name in shapes else ours
+
+    added = {name: shapes[origin(name)] for name in wanted if origin(name) in shapes}
+    return {**shapes, **added}, lambda name: fetch(origin(name))
+
+
+def _is_kv(name: str) -> bool:
+    """Whether a parameter has an axis of key/value heads, which is then the last but one."""
+    return re.search("attention/(key|value)/(kernel|bias)$", name) is not None
+
+
 def _match(train: TrainConfig, targets: Mapping, sources: Mapping) -> set[str]:
     """Returns the names of the parameters to take over. Raises UserError on a mismatch."""
     matches = lambda name, patterns: any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
@@ -94,24 +119,33 @@ def _match(train: TrainConfig, targets: Mapping, sources: Mapping) -> set[str]:
         way_out = "name it in train.init_new too"
         raise UserError(f"train.init_drop: {listed(unset, 4)} would not be initialized; {way_out}")
     for name in sorted(names):
+        here, there = list(targets[name]), list(sources[name])
         is_table = name.split("/")[-1].startswith("position_embedding")
-        skipped_axes = is_table and train.init_positions != "same"
-        if tuple(targets[name][skipped_axes:]) != tuple(sources[name][skipped_axes:]):
+        if is_table and train.init_positions != "same":
+            there[0] = here[0]
+        can_pool = _is_kv(name) and there[-2] % here[-2] == 0
+        if can_pool and train.init_kv_heads == "mean":
+            there[-2] = here[-2]
+        if here != there:
             format_shape = lambda shape: "x".join(map(str, shape))
             anew = "name it in train.init_new and train.init_drop to initialize it anew"
             way_out = "set train.init_positions" if "position_embedding" in name else anew
+            way_out = "set train.init_kv_heads=mean" if can_pool else way_out
             there, here = format_shape(sources[name]), format_shape(targets[name])
             raise UserError(f"train.init_from: {name} is {there} in it and {here} here; {way_out}")
     return names
 
 
-def _fit(train: TrainConfig, x: jax.Array, initial: jax.Array) -> jax.Array:
-    """Returns `x`, adapted if it is a position table of another length than `initial`.
+def _fit(train: TrainConfig, name: str, x: jax.Array, initial: jax.Array) -> jax.Array:
+    """Returns `x`, adapted to the shape of `initial`.
 
-    `train.init_positions` either interpolates it, or keeps `initial` and overwrites its first rows.
+    Key/value heads become the means of groups of consecutive heads, whose query heads read them.
+    `train.init_positions` interpolates a position table, or overwrites the first rows of `initial`.
     """
     if x.shape == initial.shape:
         return x
+    if _is_kv(name):
+        return jnp.mean(x.reshape(*initial.shape[:-1], -1, x.shape[-1]), axis=-2)
     if train.init_positions == "interpolate":
         return jax.image.resize(x, initial.shape, "linear")
     rows = min(len(x), len(initial))

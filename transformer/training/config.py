@@ -90,7 +90,7 @@ _TRAIN_EFFECTS = (
            "the end)",
            lambda c: (c.checkpoint_every
                       and -(-c.steps // c.checkpoint_every) >= c.average_checkpoints)),
-    Effect(("init_new", "init_drop", "init_positions"),
+    Effect(("init_new", "init_drop", "init_positions", "init_kv_heads", "init_encoder"),
            "parameters to start from: train.init_from", lambda c: c.init_from),
     Effect(("profile",), "a step to trace: train.steps > 10, because tracing begins after step 10",
            lambda c: c.steps > 10),
@@ -114,6 +114,12 @@ class TrainConfig:
     init_new: tuple[str, ...] = ()  # parameters of this model to initialize anew: ("classifier/*",)
     init_drop: tuple[str, ...] = ()  # parameters of init_from to ignore: ("unembedding/*",)
     init_positions: str = "same"  # position tables of another length: same | extend | interpolate
+    # More key/value heads than in this model: same (refused) | mean of each group of heads
+    # (Ainslie et al. 2023, "GQA").
+    init_kv_heads: str = "same"
+    # Parameters that a decoder lacks in an encoder-decoder: same (refused) | decoder: copied from
+    # its layers, and cross-attention from self-attention (Zhang et al. 2025, T5Gemma).
+    init_encoder: str = "same"
     log_every: int = 50  # steps between log lines
     eval_every: int = 0  # steps between evaluations; 0: only at the end
     eval_batches: int = 0  # validation batches in each evaluation during training; 0: all
@@ -133,6 +139,8 @@ class TrainConfig:
         at_least("train", self, 0, *counts, "z_loss", "profile")
         in_unit_interval("train", self, "label_smoothing", "ema_decay")
         one_of("train.init_positions", self.init_positions, ("same", "extend", "interpolate"))
+        one_of("train.init_kv_heads", self.init_kv_heads, ("same", "mean"))
+        one_of("train.init_encoder", self.init_encoder, ("same", "decoder"))
         field = "train.average_checkpoints"
         if self.average_checkpoints == 1:
             raise UserError(f"{field}: 1 averages nothing, like 0; set it to 0, or to 2 or more")
