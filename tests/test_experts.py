@@ -6,15 +6,17 @@ test_oracle.py compares the outputs with a slow reference.
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from conftest import make, small, tokens
 from flax.core import meta
 
 from transformer import UserError
-from transformer.config import MeshConfig
+from transformer.config import MeshConfig, OptimizerConfig
 from transformer.model.feed_forwards.experts import Experts, Matrix, dropless, with_capacity
 from transformer.model.masks import Tokens
 from transformer.parallel.mesh import make_mesh, use
+from transformer.training.optimizer import build_optimizer
 
 EXPERTS = {"name": "experts", "num_experts": 4, "top_k": 2}
 
@@ -58,6 +60,44 @@ def test_uniform_router_has_balance_loss_one():
     np.testing.assert_allclose(
         logits_and_costs(config, tokens(0, 2, 6), params)[1]["balance"], 1.0, rtol=1e-5
     )
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_biases_balance_loads_without_a_loss(score):
+    """Each step moves a bias by `bias_rate` against its expert's excess load, whatever the clip."""
+    options = {"bias_rate": 0.01, "load_balance": 0.0, "router_z_loss": 0.0, "score": score}
+    config = small("decoder", feed_forward=EXPERTS | options)
+    x = jax.random.normal(jax.random.key(0), (2, 50, config.d_model)) + 2.0
+    real = np.ones((2, 50), int)
+    real[1, 40:] = 0
+    module, info = Experts(config, 1.0, 1.0), Tokens(jnp.arange(50)[None], jnp.asarray(real))
+    params = meta.unbox(module.init(jax.random.key(1), x, info, True))["params"]
+    optimizer = build_optimizer(OptimizerConfig(learning_rate=1e-9, clip_norm=1e-3), 10, config)
+
+    def loads(params):
+        logits = np.asarray(x[real > 0] @ params["router"]["kernel"], np.float64)
+        p = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+        p = 1 / (1 + np.exp(-logits)) if score == "sigmoid" else p
+        best = np.argsort(-p - params["router_bias"], axis=-1)[:, :2]
+        return np.bincount(best.ravel(), minlength=4) / best.size
+
+    def loss(params):
+        y, sown_values = module.apply({"params": params}, x, info, True, mutable=["losses"])
+        return jnp.mean(y**2) + sown_values["losses"]["costs"][0]["loss"]
+
+    @jax.jit
+    def step(params, state):
+        grads = jax.grad(loss)(params)
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, grads["router_bias"]
+
+    before, state = loads(params), optimizer.init(params)
+    params, state, gradient = step(params, state)
+    np.testing.assert_allclose(params["router_bias"], -0.01 * np.sign(before - 0.25), rtol=1e-6)
+    assert 0 < np.abs(gradient).max() < 1e-9
+    for _ in range(100):
+        params, state, _ = step(params, state)
+    assert before.max() > 0.4 and loads(params).max() < 0.3
 
 
 def route_tokens(how, experts, x=None):
@@ -136,11 +176,20 @@ def test_padding_takes_no_capacity_slot(factor):
             "did you mean 'capacity_factor'",
         ),
         ({"capacity_factor": -1.0}, "model.feed_forward.capacity_factor"),
+        ({"score": "tanh"}, "model.feed_forward.score"),
+        ({"bias_rate": -1.0}, "model.feed_forward.bias_rate"),
     ],
 )
 def test_invalid_expert_options_raise(options, message):
     with pytest.raises(UserError, match=message):
         small("decoder", feed_forward=EXPERTS | options)
+
+
+def test_layers_cannot_differ_in_the_step_of_biases():
+    specs = [{"feed_forward": EXPERTS | {"bias_rate": rate}} for rate in (0.1, 0.2)]
+    config = small("decoder", layer_pattern=tuple(specs))
+    with pytest.raises(UserError, match="model.layer_pattern: .* different values of bias_rate"):
+        build_optimizer(OptimizerConfig(), 10, config)
 
 
 def test_every_other_layer_may_have_experts():

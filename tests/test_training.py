@@ -142,7 +142,7 @@ MESHES = [
     ({"expert": 2, "fsdp": 2}, {"feed_forward": EXPERTS}, {}, FAMILIES),
     (
         {"expert": 4, "tensor": 2},
-        {"feed_forward": EXPERTS | {"capacity_factor": 1.0}, "glu": True},
+        {"feed_forward": EXPERTS | {"capacity_factor": 1.0, "bias_rate": 0.01}, "glu": True},
         {}, ("decoder",),
     ),
     # Router losses are off: pipelines compute them per micro-batch, one device over the batch.

@@ -8,7 +8,9 @@ import jax.numpy as jnp
 import optax
 
 from transformer.checks import is_zero
+from transformer.errors import UserError
 from transformer.model.config import ModelConfig
+from transformer.model.feed_forwards.experts import BIAS
 from transformer.model.network import FAMILIES
 from transformer.model.roles import parameter_rules
 from transformer.parallel.sharding import path_name
@@ -74,7 +76,8 @@ def build_optimizer(
         w <- w - rate_t (r direction(g) + d weight_decay w)        d = 0 unless w is `decayed`
 
     r and d are the multipliers of the model's `parametrization` (model/parametrizations/). Its
-    multiplier of epsilon divides the gradient, which has the same effect on Adam.
+    multiplier of epsilon divides the gradient, which has the same effect on Adam. Biases of routers
+    with `bias_rate` move by the sign of their gradient alone (model/feed_forwards/experts.py).
     """
     rate = schedule(config, steps)
     rules = parameter_rules(FAMILIES[model.family], model)
@@ -87,8 +90,22 @@ def build_optimizer(
         rates = {path: config.rule.learning_rate(*of) for path, of in rules.items()}
         parts = [_scale(by_epsilon), parts[0], _scale(rates), *parts[1:]]
     rule = optax.chain(*parts)
+    if bias_rates := _bias_rates(model):
+        is_bias = lambda path, _: path_name(path).endswith(BIAS)
+        labels = lambda params: jax.tree_util.tree_map_with_path(is_bias, params)
+        rule = optax.partition({False: rule, True: optax.sign_sgd(*bias_rates)}, labels)
     clip = optax.clip_by_global_norm(config.clip_norm)
     return optax.chain(clip, rule) if config.clip_norm else rule
+
+
+def _bias_rates(model: ModelConfig) -> set[float]:
+    """Returns the step of the biases that balance the loads of experts; empty if there are none."""
+    kinds = [layer.feed_forward_kind for side in model.sides for layer in model.layers(side)]
+    rates = {getattr(kind, "bias_rate", 0.0) for kind in kinds} - {0.0}
+    if len(rates) > 1:
+        problem = f"feed-forwards have different values of bias_rate ({rates})"
+        raise UserError(f"model.layer_pattern: {problem}; use one")
+    return rates
 
 
 def _scale(multipliers: Mapping[str, float]) -> optax.GradientTransformation:

@@ -1,9 +1,15 @@
 """Mixtures of experts: a router sends each token to a few feed-forwards (Shazeer et al. 2017).
 
-With router probabilities p = softmax(x W_r), the output is y = sum of w_e FF_e(x) over the K
-experts with the largest p. The weights w are p, normalized to sum to one over these experts if
-`normalize` is set (Mixtral), and unchanged otherwise (Switch). With `shared` experts, the output of
-a feed-forward that all tokens use is added (Dai et al. 2024, "DeepSeekMoE").
+With router scores p = softmax(x W_r), or sigmoid(x W_r) (DeepSeek-V3), the output is
+y = sum of w_e FF_e(x) over the K experts with the largest p. The weights w are p, normalized to sum
+to one over these experts if `normalize` is set (Mixtral), and unchanged otherwise (Switch). With
+`shared` experts, the output of a feed-forward that all tokens use is added (Dai et al. 2024,
+"DeepSeekMoE").
+
+With `bias_rate` (auxiliary-loss-free balancing; Wang et al. 2024, arXiv:2408.15664), the K experts
+are those with the largest p + b. The weights do not contain b, which no gradient of the loss
+changes. After each step, b_e <- b_e + bias_rate sign(mean load - load of e), where the load is the
+number of choices in the whole batch.
 
 Tokens are dispatched to experts in one of two ways:
 
@@ -31,7 +37,7 @@ import jax.numpy as jnp
 from flax import linen as nn, struct
 from jax.sharding import PartitionSpec as P
 
-from transformer.checks import at_least, at_most
+from transformer.checks import at_least, at_most, one_of
 from transformer.errors import UserError
 from transformer.model.activations import ACTIVATIONS
 from transformer.model.config import ModelConfig
@@ -43,6 +49,9 @@ from transformer.model.initializers import declare, matrix_init
 from transformer.model.linear import Linear
 from transformer.model.masks import Tokens
 from transformer.model.sharding import constrain, fitting, gathered
+
+BIAS = "router_bias"
+"""The name of the parameter that balances loads. The optimizer updates it by the sign of loads."""
 
 MAX_EXPERTS = 4096
 """The largest `num_experts`. Each expert makes tracing and compiling slower."""
@@ -56,14 +65,19 @@ class Mixture(FeedForward):
     top_k: int = 2  # experts per token
     capacity_factor: float = 0.0  # slots per expert, as a multiple of an even share; 0: dropless
     shared: int = 0  # experts that all tokens use, as one feed-forward of shared * d_ff (DeepSeek)
+    score: str = "softmax"  # softmax | sigmoid: router scores
     normalize: bool = True  # normalize a token's K weights to sum to 1 (Mixtral; False: Switch)
     load_balance: float = 0.01  # weight of the load-balancing loss (Fedus et al. 2022)
     router_z_loss: float = 0.001  # weight of the loss on large router logits (Zoph et al. 2022)
+    # Step of biases that balance loads without a loss (DeepSeek-V3: 0.001). 0: no biases.
+    bias_rate: float = 0.0
 
     def __post_init__(self):
         section, few = "model.feed_forward", "published models have 1 or 2"
         at_least(section, self, 1, "num_experts", "top_k")
-        at_least(section, self, 0, "shared", "capacity_factor", "load_balance", "router_z_loss")
+        numbers = "shared", "capacity_factor", "load_balance", "router_z_loss", "bias_rate"
+        at_least(section, self, 0, *numbers)
+        one_of(f"{section}.score", self.score, ("softmax", "sigmoid"))
         largest = "the largest published model has 2,048 (Switch-C)"
         at_most(section, self, MAX_EXPERTS, num_experts=largest, shared=few)
         if self.top_k > self.num_experts:
@@ -111,8 +125,12 @@ class Experts(nn.Module):
         real_BxT = jnp.broadcast_to(tokens.segments_BxT > 0, x_BxTxD.shape[:2])
         exact, names = cfg.part(dtype="float32"), (None, None)
         logits_BxTxE = Linear(exact, (kind.num_experts,), names, False, name="router")(x_BxTxD)
-        p_BxTxE = jax.nn.softmax(logits_BxTxE, axis=-1)
-        weights_BxTxK, experts_BxTxK = jax.lax.top_k(p_BxTxE, kind.top_k)
+        p_BxTxE = {"softmax": jax.nn.softmax, "sigmoid": jax.nn.sigmoid}[kind.score](logits_BxTxE)
+        bias_E = jnp.zeros(kind.num_experts)
+        if kind.bias_rate:
+            bias_E = declare(self, BIAS, nn.initializers.zeros, (None,), bias_E.shape)
+        _, experts_BxTxK = jax.lax.top_k(p_BxTxE + bias_E, kind.top_k)
+        weights_BxTxK = jnp.take_along_axis(p_BxTxE, experts_BxTxK, axis=-1)
         if kind.normalize:
             weights_BxTxK /= jnp.sum(weights_BxTxK, axis=-1, keepdims=True)
         weights_BxTxK = jnp.where(real_BxT[..., None], weights_BxTxK, 0.0)
@@ -132,7 +150,7 @@ class Experts(nn.Module):
         chosen = experts_BxTxK, weights_BxTxK, real_BxT
         y_BxTxD, lost = dispatch(x_BxTxD, *chosen, matrices, apply, key)
         if not self.is_initializing():
-            costs = _costs(kind, logits_BxTxE, p_BxTxE, experts_BxTxK, real_BxT, lost)
+            costs = _costs(kind, logits_BxTxE, p_BxTxE, bias_E, experts_BxTxK, real_BxT, lost)
             self.sow("losses", "costs", costs)
         if kind.shared:
             width = cfg.part(d_ff=kind.shared * cfg.ff_size)
@@ -173,12 +191,14 @@ class Matrices(nn.Module):
         return Matrix(kernel, bias)
 
 
-def _costs(kind, logits_BxTxE, p_BxTxE, experts_BxTxK, real_BxT, lost) -> dict[str, jax.Array]:
+def _costs(
+    kind, logits_BxTxE, p_BxTxE, bias_E, experts_BxTxK, real_BxT, lost
+) -> dict[str, jax.Array]:
     """Returns the router's loss and its parts, as means over the real tokens of all devices:
 
     loss     the weighted sum of `balance` and `z`, which is added to the objective
     balance  E sum over e of f_e P_e, where f_e is the share of choices that expert e received and
-             P_e its mean probability; 1 if balanced (Fedus et al. 2022, eq. 4)
+             P_e the mean of its score's share; 1 if balanced (Fedus et al. 2022, eq. 4)
     z        (log sum exp logits)^2 (Zoph et al. 2022, eq. 5)
     lost     the share of choices that were dropped because no slot was free
     """
@@ -189,9 +209,15 @@ def _costs(kind, logits_BxTxE, p_BxTxE, experts_BxTxK, real_BxT, lost) -> dict[s
         return jnp.sum(jnp.where(real, x, 0), axis=(0, 1)) / count
 
     chosen_BxTxE = jnp.sum(jax.nn.one_hot(experts_BxTxK, kind.num_experts), axis=2) / kind.top_k
-    balance = kind.num_experts * jnp.sum(mean(chosen_BxTxE) * mean(p_BxTxE))
+    share_BxTxE = p_BxTxE / jnp.sum(p_BxTxE, axis=-1, keepdims=True)
+    load_E = mean(chosen_BxTxE)
+    balance = kind.num_experts * jnp.sum(load_E * mean(share_BxTxE))
     z = mean(jnp.square(jax.nn.logsumexp(logits_BxTxE, axis=-1)))
     loss = kind.load_balance * balance + kind.router_z_loss * z
+    # Adds 0, whose gradient of the biases is the excess load. The optimizer reads its sign alone
+    # (training/optimizer.py); it is so small that it does not change the norm of all gradients.
+    excess = 1e-12 * jnp.sum(bias_E * (load_E - jnp.mean(load_E)))
+    loss += excess - jax.lax.stop_gradient(excess)
     return {"loss": loss, "balance": balance, "z": z, "lost": lost / (count * kind.top_k)}
 
 
