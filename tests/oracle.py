@@ -270,9 +270,11 @@ def feed_forward(c, p, x):
 def mixture(c, p, x):
     """Computes one token with its `top_k` best experts, one after another; drops no token."""
     options = dict(c.feed_forward)
-    p_e = np.exp(x @ p["router"]["kernel"])
-    p_e = p_e / p_e.sum()
-    best = np.argsort(-p_e)[: options["top_k"]]
+    logits = x @ p["router"]["kernel"]
+    p_e = np.exp(logits) / np.exp(logits).sum()
+    if options.get("score") == "sigmoid":
+        p_e = 1 / (1 + np.exp(-logits))
+    best = np.argsort(-p_e - p.get("router_bias", 0.0))[: options["top_k"]]
     total = p_e[best].sum() if options.get("normalize", True) else 1.0
     y = 0.0
     for e in best:
@@ -307,6 +309,8 @@ def attention(c, p, x, y, q_info, k_info, causal, window, position, shared, firs
             if not mask.any():
                 continue
             e = np.array([scale * (q[t] @ k[s]) for s in range(len(k))])
+            if c.attention_score == "additive":
+                e = np.array([p["additive"][n] @ np.tanh(q[t] + k[s]) for s in range(len(k))])
             scheme, of_mask = (c, name, options, p, shared), (scale, causal and not c.prefix_lm)
             e = add_positions(*scheme, n, e, q[t], k, q_info[0][t], k_info[0], mask, *of_mask)
             e = cap(e, c.attention_soft_cap)
@@ -339,6 +343,7 @@ def projected(c, p, n, x, y, q_info, k_info, position):
     if c.qk_norm:
         q = normalized_head(c, p, "query", functools.partial(head, "query", x), n)
         k = normalized_head(c, p, "key", functools.partial(head, "key", y), m)
+    q = q @ p["bilinear"][n] if c.attention_score == "bilinear" else q
     if name in ("rotary", "xpos"):
         length = int(q_info[0].max()) + 1
         turn = lambda x, at, sign: np.stack(

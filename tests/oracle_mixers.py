@@ -33,6 +33,48 @@ def mla(c, p, x, rank, rope, rotate=lambda vector, t: vector, window=0):
     return np.einsum("tnv,nvd->td", out, p["out"]["kernel"])
 
 
+def differential(c, p, x, layer):
+    """Causal differential attention (arXiv:2410.05258, eqs. 1 to 3) on one sequence x [T, D]."""
+    start = 0.8 - 0.6 * np.exp(-0.3 * layer)
+    dots = [p[f"lambda_q{i}"] @ p[f"lambda_k{i}"] for i in (1, 2)]
+    factor, per_key = np.exp(dots[0]) - np.exp(dots[1]) + start, c.num_heads // c.kv_heads
+    causal, out = np.tril(np.ones((len(x), len(x)), bool)), 0.0
+    for group in range(c.kv_heads // 2):
+        values = x @ p["value"]["kernel"][:, group]
+        for n in range(per_key):
+            maps = []
+            for head in (2 * group, 2 * group + 1):
+                query = x @ p["query"]["kernel"][:, head * per_key + n]
+                key = x @ p["key"]["kernel"][:, head]
+                e = np.where(causal, np.exp(query @ key.T / np.sqrt(c.head_size)), 0.0)
+                maps.append(e / e.sum(-1, keepdims=True))
+            read = rms(c, p["head_norm"], (maps[0] - factor * maps[1]) @ values)
+            out = out + (1 - start) * read @ p["out"]["kernel"][group * per_key + n]
+    return out
+
+
+def forgetting(c, p, x, segments):
+    """Forgetting attention (arXiv:2503.02130) on one sequence x [T, D], gate by gate.
+
+    `segments` are the documents of the tokens; 0 is padding. Returns [T, D].
+    """
+    out = np.zeros_like(x, np.float64)
+    gates = sigmoid(x @ p["forget"]["kernel"] + p["forget"]["bias"])
+    for n in range(c.num_heads):
+        query, key, value = (x @ p[name]["kernel"][:, n] for name in ("query", "key", "value"))
+        for t in np.flatnonzero(segments):
+            seen = [s for s in range(t + 1) if segments[s] == segments[t]]
+            logits = np.array(
+                [
+                    query[t] @ key[s] / np.sqrt(c.head_size) + np.log(gates[s + 1 : t + 1, n]).sum()
+                    for s in seen
+                ]
+            )
+            weights = np.exp(logits - logits.max())
+            out[t] += weights / weights.sum() @ value[seen] @ p["out"]["kernel"][n]
+    return out
+
+
 def gated_delta(c, p, x, segments, width=4, twice=False):
     """Gated DeltaNet (arXiv:2412.06464, eq. 10) on one sequence x [T, D].
 

@@ -78,6 +78,10 @@ MODEL = {"family": "decoder", "vocab_size": 50}
             r"model.attention_out: False leaves num_heads \* d_value = \d+ outputs, but model.d_m",
         ),
         ({"attention_gate": "heads"}, r"model.attention_gate: unknown value 'heads'"),
+        (
+            {"attention_score": "additive", "position": "rotary"},
+            "model.attention_score: 'additive' scores do not support position = 'rotary'",
+        ),
         ({"norm_placement": "prenorm"}, r"model.norm_placement: unknown value 'prenorm'"),
         (
             {"norm_placement": {"name": "pre", "outnorm": True}},

@@ -67,6 +67,9 @@ WITHOUT_EFFECT = {
         **LSTMS | {"num_decoder_layers": 1}, residual_init_scale=True
     ),
     "model.attention_bias": lambda: ModelConfig(**LSTMS, attention_bias=True),
+    "model.attention_scale": lambda: small(
+        "decoder", position="none", attention_score="additive", attention_scale=0.5
+    ),
     "model.norm": lambda: ModelConfig(**LSTMS, norm_placement="none", norm="rmsnorm"),
     "model.d_ff": lambda: ModelConfig(**LSTMS, d_ff=32),
     "model.glu": lambda: ModelConfig(**LSTMS, glu=True),
@@ -110,6 +113,8 @@ WITHOUT_EFFECT = {
     "optimizer.decay_fraction": lambda: OptimizerConfig(decay_fraction=0.5),
     "optimizer.final_fraction": lambda: OptimizerConfig(schedule="constant", final_fraction=0.1),
     "train.init_positions": lambda: TrainConfig(init_positions="extend"),
+    "train.init_kv_heads": lambda: TrainConfig(init_kv_heads="mean"),
+    "train.init_encoder": lambda: TrainConfig(init_encoder="decoder"),
     "train.average_checkpoints": lambda: TrainConfig(average_checkpoints=2),
     "train.average_checkpoints ": lambda: TrainConfig(
         steps=100, checkpoint_every=60, keep_checkpoints=3, average_checkpoints=3

@@ -6,12 +6,14 @@ import numpy as np
 import pytest
 import sentencepiece
 from conftest import GENERAL_BACKENDS
+from flax.core import meta
 
 from transformer import ModelConfig, architecture, build_model
 from transformer.data.config import TokenizerConfig
 from transformer.data.tokenizer import train_tokenizer
 from transformer.model import positions
 from transformer.model.attention_backends import BACKENDS, Inputs
+from transformer.model.attention_backends.reference import softmax
 from transformer.model.masks import CAUSAL, SAME_SEGMENT, Tokens
 
 
@@ -44,6 +46,68 @@ def test_attention_of_three_one_dimensional_tokens(backend):
     assert out[0, 0] == pytest.approx(float(weights @ [10, 20, 30]), rel=1e-5)
     # O_3 = (10 e + 20 e^3 + 30 / e) / (e + e^3 + 1 / e) = (27.18 + 401.71 + 11.04) / 23.17
     assert out[2, 0] == pytest.approx(18.985, abs=1e-3)
+
+
+def masked_weights(logits, mask, mask_value: float) -> np.ndarray:
+    """The weights of one query with these logits, where the mask is True for allowed keys."""
+    where = Tokens(jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1), jnp.int32))
+    inputs = Inputs(SAME_SEGMENT, where, where, None, 1.0, mask_value=mask_value)
+    logits = jnp.asarray(logits, jnp.float32)[None, None, None]
+    return np.asarray(softmax(logits, jnp.asarray(mask)[None, None], inputs))[0, 0, 0]
+
+
+def test_how_finite_and_infinite_masks_fail():
+    some, none = [True, True, False], [False, False, False]
+    exact = masked_weights([1.0, 2.0, 3.0], some, 0.0)
+    np.testing.assert_allclose(exact, [0.2689, 0.7311, 0.0], atol=1e-4)
+    # With usual logits, all constants are as good as an exclusion.
+    for value in (-1e5, -1e9, -np.inf):
+        np.testing.assert_array_equal(masked_weights([1.0, 2.0, 3.0], some, value), exact)
+    # A constant fails if allowed logits are below it: the masked key takes all the weight.
+    low = [-2e5, -2e5, 0.0]
+    np.testing.assert_array_equal(masked_weights(low, some, -1e5), [0, 0, 1])
+    np.testing.assert_array_equal(masked_weights(low, some, -1e9), [0.5, 0.5, 0])
+    # A query without keys: with constants it attends to masked keys, and -1e9 in float32 also
+    # erases their logits. -inf gives NaN. Without a constant, its weights are 0.
+    last = [0.0, 1.0, 2.0]
+    np.testing.assert_allclose(masked_weights(last, none, -1e5), [0.09, 0.245, 0.665], atol=5e-3)
+    np.testing.assert_allclose(masked_weights(last, none, -1e9), [1 / 3] * 3)
+    assert np.isnan(masked_weights(last, none, -np.inf)).all()
+    np.testing.assert_array_equal(masked_weights(last, none, 0.0), [0, 0, 0])
+
+
+def test_a_model_with_a_finite_mask_sees_later_tokens():
+    fields = {"family": "decoder", "vocab_size": 11, "d_model": 8, "num_heads": 2, "d_ff": 8}
+    fields |= {"num_decoder_layers": 1, "position": "none"}
+    x, changed = jnp.array([[3, 1, 4, 1, 5]]), jnp.array([[3, 1, 4, 1, 9]])
+    for value, leaks in ((0.0, False), (-1e5, False), (-1.0, True)):
+        model = build_model(ModelConfig(**fields, attention_mask_value=value))
+        params = model.init(jax.random.key(0), x)
+        before, after = (model.apply(params, tokens)[0, :4] for tokens in (x, changed))
+        assert (float(jnp.abs(before - after).max()) > 1e-3) == leaks
+
+
+@pytest.mark.parametrize("score", ["bilinear", "additive"])
+def test_attention_with_other_scores(score):
+    """Luong et al. 2015: q M k ("general"). Bahdanau et al. 2015: v . tanh(q + k)."""
+    config = ModelConfig(
+        family="decoder", vocab_size=11, d_model=8, num_heads=1, num_decoder_layers=1,
+        position="none", norm_placement="none", feed_forward="none", use_bias=False,
+        attention_score=score,
+    )  # fmt: skip
+    model, x = build_model(config), jnp.array([[3, 1, 4, 1, 5]])
+    params = meta.unbox(model.init(jax.random.key(0), x))
+    layer = params["decoder"]["layers"]["self_attention"]
+    layer[score] = layer[score] + jax.random.normal(jax.random.key(1), layer[score].shape)
+    table = np.asarray(params["embedding"]["embedding"], np.float64)
+    h = table[np.array(x[0])]
+    q, k, v = (h @ np.asarray(layer[name]["kernel"])[0, :, 0] for name in ("query", "key", "value"))
+    extra = np.asarray(layer[score])[0, 0]
+    e = q @ extra @ k.T / 8**0.5 if score == "bilinear" else np.tanh(q[:, None] + k) @ extra
+    weights = np.where(np.tril(np.ones((5, 5))), np.exp(e), 0.0)
+    weights /= weights.sum(-1, keepdims=True)
+    out = h + weights @ v @ np.asarray(layer["out"]["kernel"])[0, 0]
+    np.testing.assert_allclose(model.apply(params, x)[0], out @ table.T, atol=1e-4)
 
 
 def test_causal_mask_of_four_tokens():

@@ -17,6 +17,7 @@ from transformer.decoding.prefill import advance, prefill
 from transformer.model.cache import LayerState
 from transformer.model.layout import flatten, part as layer_part, unflatten, where
 from transformer.model.mixers import MIXERS
+from transformer.model.mixers.forgetting import bfloat16_parts
 from transformer.model.network import build_model
 from transformer.parallel.mesh import make_mesh, use
 from transformer.registry import Registry
@@ -29,6 +30,16 @@ MODELS = {
     "mla": {"mixer": MLA, "position": "rotary"},
     "mla_window": {"mixer": "mla", "position": "alibi", "window": 4, "d_value": 6},
     "gated_delta": {"mixer": DELTA, "position": "none"},
+    "differential": {"mixer": "differential", "position": "rotary", "num_kv_heads": 2},
+    "forgetting": {"mixer": "forgetting", "position": "none", "d_value": 6},
+    "forgetting_window": {
+        "mixer": "forgetting", "position": "rotary", "window": 3, "qk_norm": True,
+        "attention_gate": "elementwise",
+    },
+    "value_residual": {
+        "position": "rotary", "num_kv_heads": 2, "value_residual": "learned",
+        "num_decoder_layers": 4, "layer_pattern": ({}, {"mixer": DELTA}),
+    },
     "alternating": {
         "position": "rotary", "num_decoder_layers": 4,
         "layer_pattern": (
@@ -70,20 +81,26 @@ def left_padded(*starts):
     return jnp.asarray(np.arange(16) >= start), jnp.maximum(jnp.arange(16) - start, 0)
 
 
-def mixer_output(config, params, x, segments, position=None):
-    """Returns the output of the first layer's mixer alone, for x [B, T, D]."""
+def first_mixer(config) -> dict:
+    """Returns random parameters of the first layer's mixer, in float64."""
+    layer = make(config)[1]["decoder"]["layers_0"][config.token_mixer.scope]
+    return jax.tree.map(lambda a: np.asarray(a, np.float64), layer)
+
+
+def mixer_output(config, params, x, segments, layer=0):
+    """Returns the output of a layer's mixer alone, for x [B, T, D]."""
     from transformer.model.masks import Tokens
     from transformer.model.mixers import Context
     from transformer.model.positions import build
 
-    layer = config.layers("decoder")[0]
+    cfg = config.layers("decoder")[layer]
     tokens = Tokens(jnp.arange(x.shape[1])[None], jnp.asarray(segments))
-    scheme = build(layer.layer_position).bind(None, layer.stack_facts("decoder"))
-    module = layer.token_mixer.build(layer, "decoder", 1.0, 1.0)(name=None)
-    out, _ = module.apply(
-        {"params": params}, x, Context(tokens, tokens), scheme.at(tokens.positions_BxT), None, True
-    )
-    return np.asarray(out)
+    scheme = build(cfg.layer_position).bind(None, cfg.stack_facts("decoder"))
+    module = cfg.token_mixer.build(cfg, "decoder", 1.0, 1.0)(name=None)
+    params = jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), params)
+    arguments = Context(tokens, tokens, layer=layer), scheme.at(tokens.positions_BxT), None, True
+    out, _ = module.apply({"params": params}, x.astype(cfg.dtype), *arguments)
+    return np.asarray(out, np.float32)
 
 
 @pytest.mark.parametrize("window", [0, 3])
@@ -120,6 +137,52 @@ def test_mla_matches_its_equations(window):
     assert np.abs(expected - unrotated).max() > 1e-2, "the rotation must have an effect"
     actual = mixer_output(config, mixer_params, x, np.ones((2, 9), int))
     np.testing.assert_allclose(actual, expected, atol=2e-5)
+
+
+@pytest.mark.parametrize("kv_heads", [2, 4])
+def test_differential_attention_matches_its_equations(kv_heads):
+    """In the second layer, whose lambda_0 differs from the first layer's."""
+    options = {"num_heads": 4, "num_kv_heads": kv_heads, "d_value": 5, "use_bias": False}
+    config = small("decoder", mixer="differential", position="none", scan_layers=False, **options)
+    params64 = first_mixer(config)
+    x = np.random.default_rng(0).standard_normal((1, 9, 16)).astype(np.float32)
+    expected = [oracle_mixers.differential(config, params64, x[0], layer) for layer in (0, 1)]
+    assert np.abs(expected[0] - expected[1]).max() > 1e-2
+    for layer in (0, 1):
+        actual = mixer_output(config, params64, x, np.ones((1, 9), int), layer=layer)
+        np.testing.assert_allclose(actual[0], expected[layer], atol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_forgetting_attention_matches_its_equations(dtype):
+    """Also for bfloat16, in which the sum of the logarithms would have few digits."""
+    options = {"position": "none", "scan_layers": False, "num_kv_heads": 0, "use_bias": False}
+    config = small("decoder", mixer="forgetting", **options)
+    params64 = first_mixer(config)
+    params64["forget"]["bias"] = params64["forget"]["bias"] - 1.0  # c reaches -80
+    x = np.random.default_rng(0).standard_normal((1, 60, 16)).astype(np.float32)
+    segments = np.array([[0] * 3 + [1] * 40 + [2] * 17])
+    expected = oracle_mixers.forgetting(config, params64, x[0], segments[0])
+    params64["forget"]["kernel"] *= 0.0
+    assert (
+        np.abs(expected - oracle_mixers.forgetting(config, params64, x[0], segments[0])).max() > 0.1
+    )
+    params64 = first_mixer(config)
+    params64["forget"]["bias"] = params64["forget"]["bias"] - 1.0
+    actual = mixer_output(config.part(dtype=dtype), params64, x, segments)[0]
+    error = np.abs(np.where(segments[0][:, None] > 0, actual - expected, 0.0)).max()
+    assert error < (1e-4 if dtype == "float32" else 0.02 * np.abs(expected).max())
+
+
+def test_a_sum_is_exact_in_three_parts_of_bfloat16():
+    x = jnp.asarray(np.random.default_rng(0).standard_normal(100) * 1000, jnp.float32)
+    parts = bfloat16_parts(x)
+    np.testing.assert_array_equal(parts.astype(jnp.bfloat16).astype(jnp.float32), parts)
+    np.testing.assert_array_equal(jnp.sum(parts[:, ::-1], axis=-1), x)
+    assert np.abs(parts[:, 0] - x).max() > 0.1
+    weights = jnp.arange(300.0).reshape(100, 3) + 0.123
+    gradient = jax.grad(lambda x: jnp.sum(weights * bfloat16_parts(x)))(x)
+    np.testing.assert_array_equal(gradient, weights[:, 0])
 
 
 @pytest.mark.parametrize("twice", [False, True])
@@ -291,6 +354,14 @@ def test_beams_share_the_cached_source():
          "model.position: 'rotary' has no effect on mixer"),
         (lambda: small("decoder", mixer="gated_delta", num_kv_heads=0, position="none", window=3),
          "model.window: 3 has no effect without a mixer"),
+        (lambda: small("decoder", mixer="forgetting", num_kv_heads=0, position="none",
+                       causal=False),
+         "'forgetting' is causal; set model.family='decoder'"),
+        (lambda: small("decoder", mixer="differential", num_heads=8, num_kv_heads=1),
+         "model.num_kv_heads: 1 is odd, and 'differential' pairs heads"),
+        (lambda: small("decoder", position="none", value_residual="fixed",
+                       layer_pattern=({"mixer": "gated_delta"}, {})),
+         "model.value_residual: the first layer's mixer = 'gated_delta' does not support it"),
         (lambda: small("decoder", mixer="mla", position="rotary"),
          "model.num_kv_heads: 2 has no effect without a mixer"),
         (lambda: small("decoder", mixer="mla", num_kv_heads=0, position="shaw"),

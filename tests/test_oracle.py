@@ -29,6 +29,8 @@ VARIANTS = {
     "window": {"window": 3},
     "sink": {"attention_sink": True},
     "gate": {"attention_gate": "elementwise"},
+    "bilinear": {"attention_score": "bilinear", "position": "rotary", "num_kv_heads": 2},
+    "additive": {"attention_score": "additive", "position": "alibi", "num_kv_heads": 2},
     "no W_O": {"attention_out": False, "attention_gate": "headwise"},
     "value residual": {"value_residual": "fixed", "num_kv_heads": 2},
     "learned value residual": {"value_residual": "learned", "v_norm": True},
@@ -40,6 +42,11 @@ VARIANTS = {
     "experts": {"feed_forward": {"name": "experts", "num_experts": 5, "top_k": 2}},
     "shared expert": {
         "feed_forward": {"name": "experts", "num_experts": 4, "top_k": 2, "shared": 2}, "glu": True,
+    },
+    "biased router": {
+        "feed_forward": {
+            "name": "experts", "num_experts": 5, "top_k": 2, "score": "sigmoid", "bias_rate": 0.1,
+        },
     },
     "gated experts": {
         "feed_forward": {"name": "experts", "num_experts": 4, "top_k": 1, "normalize": False},

@@ -22,7 +22,15 @@ from transformer.data.objectives.base import Segment, continued, shifted
 from transformer.data.tokenizer import Tokenizer
 from transformer.decoding.generate import Generator, check_tokenizer
 from transformer.errors import UserError
-from transformer.evaluation.subject import Subject, streams, sublayer_of, token_losses
+from transformer.evaluation.subject import (
+    SELF_ATTENTION_ONLY,
+    Subject,
+    streams,
+    sublayer_of,
+    token_losses,
+)
+from transformer.lab.figures import new_figure, styles
+from transformer.lab.page import STYLE, document, figure_html
 from transformer.model.layout import flatten, part, split_layer_path, where
 from transformer.output import count
 from transformer.runs.evaluate import LoadedRun

@@ -22,7 +22,7 @@ def weights(
     The mask is true where a query may attend to a key; weights and logits are zero elsewhere.
     """
     logits_BxNxTxS, mask_BxTxS = logits(q_BxTxNxH, k_BxSxKxH, inputs)
-    weights_BxNxTxS = softmax(logits_BxNxTxS, mask_BxTxS, inputs.sink_N)
+    weights_BxNxTxS = softmax(logits_BxNxTxS, mask_BxTxS, inputs)
     return weights_BxNxTxS, jnp.where(mask_BxTxS[:, None], logits_BxNxTxS, 0.0), mask_BxTxS
 
 

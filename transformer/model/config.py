@@ -12,7 +12,7 @@ from transformer.model import positions, special_tokens
 from transformer.model.config_checks import check
 from transformer.model.effects import EFFECTS, mixer_reads
 from transformer.model.feed_forwards.base import FEED_FORWARDS, FeedForward
-from transformer.model.mixers.base import MIXERS, SOURCE_MIXERS, Mixer
+from transformer.model.mixers.base import MIXERS, SHARED_FIELDS, SOURCE_MIXERS, Mixer
 from transformer.model.norms import Norm
 from transformer.model.parametrizations import PARAMETRIZATIONS
 from transformer.model.placements import PLACEMENTS, Placement
@@ -47,7 +47,8 @@ class ModelConfig:
     # Overrides of mixer, position, window, feed_forward and norm_placement for layers 0, 1, ...
     # After its last entry, the pattern repeats.
     layer_pattern: tuple[FrozenDict, ...] = ()
-    # pre | post | peri | res_post | deepnorm | none | rezero, or dict(name=..., parts)
+    # pre | post | peri | res_post | deepnorm | none | rezero, a topology such as mhc or resi_dual
+    # (docs/placements.md), or dict(name=..., parts)
     norm_placement: Choice = "pre"
     norm: str = "layernorm"  # layernorm | detach_norm | rmsnorm | dynamic_tanh
     norm_gain: bool = True  # norms have a learned gain
@@ -73,9 +74,15 @@ class ModelConfig:
     qk_norm: bool = False  # normalize each head's query and key (Henry et al. 2020; Qwen 3)
     qk_norm_joint: bool = False  # qk_norm: one norm for all heads of a token (OLMo 2)
     v_norm: bool = False  # normalize each head's value (HybridNorm; Zhuo et al. 2025)
+    # dot: q . k | bilinear: q M k with a matrix for each head, initially the identity (Luong et al.
+    # 2015) | additive: v . tanh(q + k) with a vector for each head (Bahdanau et al. 2015).
+    attention_score: str = "dot"
     attention_scale: float | None = None  # multiplies query-key products; None: 1 / sqrt(d_head)
     # c in c tanh(logits / c), applied to attention logits (Gemma 2). 0: off.
     attention_soft_cap: float = 0.0
+    # Added to the logits of masked keys, such as -1e9, in the backend "reference". 0: their weights
+    # are exactly 0.
+    attention_mask_value: float = 0.0
     # A learned logit per head that takes attention weight without contributing a value (GPT-OSS).
     attention_sink: bool = False
     # elementwise | headwise: multiply each head's output by sigmoid(x W) (Qiu et al. 2025).
@@ -342,6 +349,11 @@ class ModelConfig:
             if unset not in entry
         )
         return tuple(dict.fromkeys(mixer for layer in layers for mixer in layer.values()))
+
+    def read_by(self, mixer: Mixer) -> "ModelConfig":
+        """For a layer's config: the config without the SHARED_FIELDS that a mixer does not read."""
+        defaults = {f.name: f.default for f in dataclasses.fields(self)}
+        return self.part(**{name: defaults[name] for name in {*SHARED_FIELDS} - mixer.fields})
 
     def num_sublayers(self, side: str) -> int:
         """For a layer's config: the number of its sublayers, in sequence or parallel."""

@@ -12,7 +12,7 @@ from transformer.model.attention_backends import BACKENDS
 from transformer.model.effects import PER_LAYER_FIELDS, mixer_reads
 from transformer.model.feed_forwards.base import FEED_FORWARDS
 from transformer.model.initializers import INITIALIZERS
-from transformer.model.mixers.base import MIXERS
+from transformer.model.mixers.base import MIXERS, Mixer
 from transformer.model.norms import NORMS
 from transformer.model.pooling import POOLINGS
 from transformer.model.remat import REMAT_POLICIES
@@ -70,6 +70,7 @@ def _check_values(config) -> None:
         "remat": REMAT_POLICIES,
         "pooling": POOLINGS,
         "attention_gate": ("", "elementwise", "headwise"),
+        "attention_score": ("dot", "bilinear", "additive"),
         "value_residual": ("", "fixed", "learned"),
         "attention_backend": ("auto", *BACKENDS),
         "dtype": ("float32", "bfloat16"),
@@ -182,6 +183,10 @@ def _check_streams(config, side: str) -> None:
         name = plain(config.norm_placement)
         problem = f"{name!r} needs the same number of sublayers in all layers of the {side}"
         raise UserError(f"model.norm_placement: {problem}; change model.layer_pattern")
+    first = config.layers(side)[0]
+    if config.value_residual and "value_residual" not in first.token_mixer.fields:
+        problem = f"the first layer's mixer = {plain(first.mixer)!r} does not support it"
+        raise UserError(f"model.value_residual: {problem}; change model.layer_pattern")
 
 
 def _check_rounds(config) -> None:
@@ -203,11 +208,15 @@ def _check_layer(config, side: str) -> None:
     if problem := config.placement(side).check(config, side):
         raise UserError(problem)
     mixer, scheme = config.token_mixer, positions.build(config.position)
+    if mixer.causal and (side == "encoder" or not config.causal or config.prefix_lm):
+        way_out = "set model.family='decoder', model.causal=True and model.prefix_lm=False"
+        raise UserError(f"model.mixer: {mixer.name!r} is causal; {way_out}")
     if problem := mixer.check(config, side):
         raise UserError(problem)
     if problem := config.position_acts and scheme.check(config.stack_facts(side)):
         raise UserError(problem)
-    if not mixer.in_order and not scheme.hooks <= mixer.hooks:
+    # Mixers whose only hook is "embed" process tokens in order, and need no scheme of the model's.
+    if mixer.hooks != Mixer.hooks and not scheme.hooks <= mixer.hooks:
         problem = f"{scheme.name!r} does not support mixer = {mixer.name!r}"
         why = f"which does not apply {' and '.join(sorted(scheme.hooks - mixer.hooks))}"
         raise UserError(f"model.position: {problem}, {why}; choose another")

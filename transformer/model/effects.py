@@ -102,6 +102,8 @@ EFFECTS = (
     Effect(("residual_init_scale",), "a stack with more than one sublayer",
            lambda c: any(c.num_layers(side) > 1 for side in c.sides) or several_sublayers(c)),
     Effect(("qk_norm_joint",), "model.qk_norm=True", lambda c: c.qk_norm),
+    Effect(("attention_scale",), "products of queries and keys: model.attention_score='dot'",
+           lambda c: c.attention_score != "additive"),
     Effect(("init_std",), "model.initializer='normal'", lambda c: c.initializer == "normal"),
     Effect(("tie_embeddings", "logit_bias", "logit_scale", "logit_soft_cap", "head_transform"),
            "model.lm_head=True", lambda c: c.lm_head),

@@ -61,7 +61,7 @@ class Layer(nn.Module):
             return out
 
         for part, mixer in cfg.mixers(self.side).items():
-            module = mixer.build(cfg, self.side, **gains)(name=mixer.scope)
+            module = mixer.build(cfg.read_by(mixer), self.side, **gains)(name=mixer.scope)
             sublayers[mixer.scope] = functools.partial(mix, part, module)
         if cfg.feed_forward_kind.exists:
             feed_forward = cfg.feed_forward_kind.build(cfg, **gains)(name="feed_forward")

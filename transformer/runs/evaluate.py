@@ -19,7 +19,7 @@ from transformer.evaluation.evaluators.base import measure
 from transformer.evaluation.evaluators.translation import exact, group, score
 from transformer.evaluation.losses import evaluate_loss
 from transformer.evaluation.subject import Snapshot, Subject
-from transformer.files import write_atomic
+from transformer.files import write_atomic, write_json
 from transformer.mapping import to_mapping
 from transformer.model.network import build_model
 from transformer.output import counting

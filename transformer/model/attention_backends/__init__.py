@@ -58,6 +58,8 @@ def choose(name: str, q, k, v, inputs: Inputs) -> Attend:
     problems = {}
     for chosen in (*preferred, "reference"):
         why_not = BACKENDS[chosen].why_not(q, k, v, inputs)
+        if chosen != "reference" and (inputs.additive_NxH is not None or inputs.mask_value):
+            why_not = "it supports neither additive scores nor attention_mask_value"
         if not why_not:
             break
         problems[chosen] = why_not

@@ -31,7 +31,8 @@ class Inputs:
 
     `position` is None in cross-attention. `dropout_key` is None without dropout. `first`, int32[2],
     has the indices of the first query and of the first key in the whole sequence, if these are
-    parts of one.
+    parts of one. `additive_NxH` and `mask_value` are for `attention_score` and
+    `attention_mask_value` of the config.
     """
 
     mask: Mask = static()
@@ -44,6 +45,8 @@ class Inputs:
     dropout: float = static(0.0)
     dropout_key: jax.Array | None = None
     first: jax.Array | None = None
+    mask_value: float = static(0.0)
+    additive_NxH: jax.Array | None = None
 
     @property
     def logits_position(self) -> Position | None:
@@ -103,14 +106,19 @@ def by_head(x_BxTxNxH: jax.Array) -> jax.Array:
 def logits(q_BxTxNxH, k_BxSxKxH, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
     """Returns the logits, float32[B, N, T, S], and the mask, bool[B, T, S].
 
-    The logits are scale q k^T with the position scheme applied, and soft-capped if there is a cap.
+    The logits are scale q k^T, or scale v . tanh(q + k) with additive scores, with the position
+    scheme applied, and soft-capped if there is a cap.
     """
     heads, kv_heads = q_BxTxNxH.shape[2], k_BxSxKxH.shape[2]
     q_BxTxKxGxH = q_BxTxNxH.reshape(*q_BxTxNxH.shape[:2], kv_heads, heads // kv_heads, -1)
     with pairs(inputs.mask, inputs.q_tokens, q_BxTxNxH.shape[1], k_BxSxKxH.shape[1]):
-        logits_BxKxGxTxS = inputs.scale * jnp.einsum(
-            "BTKGH,BSKH->BKGTS", q_BxTxKxGxH, k_BxSxKxH, preferred_element_type=jnp.float32
-        )
+        if inputs.additive_NxH is None:
+            products = "BTKGH,BSKH->BKGTS", q_BxTxKxGxH, k_BxSxKxH
+        else:
+            sums = q_BxTxKxGxH[:, :, None] + k_BxSxKxH[:, None, :, :, None]
+            vectors = inputs.additive_NxH.reshape(kv_heads, heads // kv_heads, -1)
+            products = "BTSKGH,KGH->BKGTS", jnp.tanh(sums), vectors.astype(sums.dtype)
+        logits_BxKxGxTxS = inputs.scale * jnp.einsum(*products, preferred_element_type=jnp.float32)
     logits_BxNxTxS = logits_BxKxGxTxS.reshape(-1, heads, *logits_BxKxGxTxS.shape[3:])
     mask_BxTxS, position = inputs.mask(inputs.q_tokens, inputs.k_tokens), inputs.logits_position
     if position is not None:

@@ -20,15 +20,19 @@ def reference(q_BxTxNxH, k_BxSxKxH, v_BxSxKxH, inputs: Inputs) -> jax.Array:
     Memory: B N T S numbers.
     """
     logits_BxNxTxS, mask_BxTxS = logits(q_BxTxNxH, k_BxSxKxH, inputs)
-    return read(softmax(logits_BxNxTxS, mask_BxTxS, inputs.sink_N), v_BxSxKxH, inputs, mask_BxTxS)
+    return read(softmax(logits_BxNxTxS, mask_BxTxS, inputs), v_BxSxKxH, inputs, mask_BxTxS)
 
 
-def softmax(logits_BxNxTxS, mask_BxTxS, sink_N: jax.Array | None) -> jax.Array:
+def softmax(logits_BxNxTxS, mask_BxTxS, inputs: Inputs) -> jax.Array:
     """Returns weights over the unmasked keys, and zero elsewhere.
 
-    With a sink, the weights of a query sum to less than one.
+    With a sink, the weights of a query sum to less than one. With `mask_value`, masked keys are not
+    excluded; that number is added to their logits.
     """
-    mask_Bx1xTxS = mask_BxTxS[:, None]
+    mask_Bx1xTxS, sink_N = mask_BxTxS[:, None], inputs.sink_N
+    if inputs.mask_value:
+        added_Bx1xTxS = jnp.where(mask_Bx1xTxS, 0.0, inputs.mask_value)
+        return _softmax(logits_BxNxTxS + added_Bx1xTxS, sink_N)
     logits_BxNxTxS = jnp.where(mask_Bx1xTxS, logits_BxNxTxS, jnp.finfo(jnp.float32).min)
     return jnp.where(mask_Bx1xTxS, _softmax(logits_BxNxTxS, sink_N), 0.0)
 

@@ -22,7 +22,7 @@ from transformer.model.initializers import declare
 from transformer.model.linear import Linear
 from transformer.model.masks import CAUSAL, SAME_SEGMENT, Mask, window
 from transformer.model.mixers.base import MIXERS, SHARED_FIELDS, SOURCE_MIXERS, Context, Mixer
-from transformer.model.positions import Position
+from transformer.model.positions import Position, build
 from transformer.model.sharding import constrain
 from transformer.model.watch import watched
 
@@ -45,6 +45,9 @@ class SelfAttention(Mixer):
     observes = frozenset({"heads", "maps"})
 
     def check(self, config, side):
+        if config.attention_score == "additive" and "rotate" in build(config.layer_position).hooks:
+            problem = f"'additive' scores do not support position = {config.layer_position!r}"
+            return f"model.attention_score: {problem}, which rotates queries and keys"
         size = config.num_heads * config.value_size
         if not config.attention_out and size != config.d_model:
             outputs = f"num_heads * d_value = {size} outputs, but model.d_model = {config.d_model}"
@@ -83,30 +86,49 @@ class Attention(nn.Module):
 
     @nn.compact
     def __call__(self, x_BxTxD, context: Context, position: Position, state, deterministic):
-        """Returns the output and the keys and values so far."""
+        """Returns the output, the keys and values so far, and with `value_residual` the first
+        layer's values."""
+        position, q_BxTxNxH, k_BxTxKxH, v_BxTxKxH = self._projected(x_BxTxD, position)
+        v_BxTxKxH, *first = self._with_first(v_BxTxKxH, context)
+        qkv = q_BxTxNxH, k_BxTxKxH, v_BxTxKxH
+        return *self._read(x_BxTxD, qkv, context, position, state, deterministic), *first
+
+    def _projected(self, x_BxTxD, position: Position) -> tuple:
+        """Returns the position scheme with the layer's parameters, and queries, keys, values."""
         position = position.bind_layer(self.param, self.config.stack_facts(self.side))
         q_BxTxNxH, (k_BxTxKxH, v_BxTxKxH) = self._queries(x_BxTxD), self._keys_and_values(x_BxTxD)
-        q_BxTxNxH, k_BxTxKxH = position.rotate(q_BxTxNxH, k_BxTxKxH)
-        v_BxTxKxH, *first = self._with_first(v_BxTxKxH, context)
+        return position, *position.rotate(q_BxTxNxH, k_BxTxKxH), v_BxTxKxH
+
+    def _read(self, x_BxTxD, qkv, context: Context, position, state, deterministic):
+        """Returns the output and the keys and values so far."""
+        q_BxTxNxH, k_BxTxKxH, v_BxTxKxH = qkv
         kv = new = KeyValue(by_head(k_BxTxKxH), by_head(v_BxTxKxH))
         k_tokens = context.key_tokens
         if state is not None:
             kv, k_tokens, new = extend(state, new, context)
         mask, tokens = self_mask(self.config, self.side), (context.tokens, k_tokens)
         options = position, deterministic, context.index, context.layer
-        out_BxTxD = self._attend(x_BxTxD, (q_BxTxNxH, kv), mask, tokens, *options)
-        return out_BxTxD, new, *first
+        return self._attend(x_BxTxD, (q_BxTxNxH, kv), mask, tokens, *options), new
 
     def _queries(self, x_BxTxD: jax.Array) -> jax.Array:
-        q_BxTxNxH = self._heads("query", self.config.num_heads)(x_BxTxD)
-        return self._normalized("query_norm", q_BxTxNxH, self.config.qk_norm)
+        cfg, q_BxTxNxH = self.config, self._heads("query", self.config.num_heads)(x_BxTxD)
+        q_BxTxNxH = self._normalized("query_norm", q_BxTxNxH, cfg.qk_norm)
+        if cfg.attention_score != "bilinear":
+            return q_BxTxNxH
+        shape, names = (cfg.num_heads, *[cfg.head_size] * 2), ("heads", "head", None)
+        eye = lambda key, shape, dtype: jnp.broadcast_to(jnp.eye(shape[-1], dtype=dtype), shape)
+        matrices_NxHxH = declare(self, "bilinear", eye, names, shape).astype(cfg.dtype)
+        return jnp.einsum("BTNH,NHI->BTNI", q_BxTxNxH, matrices_NxHxH)
 
     def _keys_and_values(self, x_BxSxD: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the keys and values, [B, S, K, H]."""
         k_BxSxKxH = self._heads("key", self.config.kv_heads)(x_BxSxD)
-        v_BxSxKxH = self._heads("value", self.config.kv_heads, self.gain)(x_BxSxD)
+        v_BxSxKxH = self._value(x_BxSxD)
         k_BxSxKxH = self._normalized("key_norm", k_BxSxKxH, self.config.qk_norm)
         return k_BxSxKxH, self._normalized("value_norm", v_BxSxKxH, self.config.v_norm)
+
+    def _value(self, x_BxSxD: jax.Array) -> jax.Array:
+        return self._heads("value", self.config.kv_heads, self.gain)(x_BxSxD)
 
     def _with_first(self, v_BxTxKxH, context: Context) -> list[jax.Array]:
         """Returns the values and, with `value_residual`, those of the first layer.
@@ -129,19 +151,27 @@ class Attention(nn.Module):
         self, x_BxTxD, q_and_kv, mask, tokens, position, deterministic, index=None, layer=None
     ):
         """Returns the output, [B, T, D]. `tokens` are those of the queries and of the keys."""
-        cfg, (q_BxTxNxH, kv) = self.config, q_and_kv
-        qkv, options = (q_BxTxNxH, *map(by_head, kv)), (cfg.head_size, deterministic, index)
-        out_BxTxNxH = inner_attention(self, qkv, mask, tokens, position, *options)
+        cfg = self.config
+        arguments = q_and_kv, mask, tokens, position, deterministic, index, layer
+        out_BxTxNxH = self._inner(*arguments)
         if cfg.attention_gate:
             out_BxTxNxH *= jax.nn.sigmoid(self._gate(x_BxTxD))
         if not cfg.attention_out:
             return out_BxTxNxH.reshape(x_BxTxD.shape)
         return merge_heads(self, out_BxTxNxH, cfg.attention_has_bias)
 
-    def _heads(self, name: str, heads: int, gain: float = 1.0) -> Callable[[jax.Array], jax.Array]:
+    def _inner(self, q_and_kv, mask, tokens, position, deterministic, index, layer) -> jax.Array:
+        """Returns softmax(Q K^T / sqrt(d_head)) V, [B, T, N, H]."""
+        (q_BxTxNxH, kv), options = q_and_kv, (self.config.head_size, deterministic, index)
+        qkv = q_BxTxNxH, *map(by_head, kv)
+        return inner_attention(self, qkv, mask, tokens, position, *options)
+
+    def _heads(
+        self, name: str, heads: int, gain: float = 1.0, size: int = 0
+    ) -> Callable[[jax.Array], jax.Array]:
         """Returns the projection D -> heads x H."""
         cfg, names = self.config, ("embed", "heads" if name == "query" else "kv_heads", "head")
-        size = cfg.value_size if name == "value" else cfg.head_size
+        size = size or (cfg.value_size if name == "value" else cfg.head_size)
         project = Linear(cfg, (heads, size), names, cfg.qkv_has_bias, gain, name=name)
         return lambda x_BxTxD: shard_heads(project(x_BxTxD))
 
@@ -204,24 +234,39 @@ def self_mask(config: ModelConfig, side: str) -> Mask:
     return mask & window(config.window) if config.window else mask
 
 
+def scale_of(config: ModelConfig, size: int) -> float:
+    """Returns the scale of products of queries and keys.
+
+    It is 1 / sqrt(size), times sqrt(d_head of the base / d_head), unless the config sets it. For
+    additive scores, it is 1.
+    """
+    if config.attention_score == "additive":
+        return 1.0
+    if config.attention_scale is not None:
+        return config.attention_scale
+    return size**-0.5 * (config.base.head_size / config.head_size) ** 0.5
+
+
 def inner_attention(
     module: nn.Module, qkv, mask: Mask, tokens, position, size: int, deterministic, index=None
 ) -> jax.Array:
     """Returns softmax(scale Q K^T) V, [B, T, N, H], from the backend that the config selects.
 
     `tokens` are those of the queries and those of the keys. `position` is None in cross-attention.
-    The scale is 1 / sqrt(size), times sqrt(d_head of the base / d_head), unless the config sets it.
-    `index` is the cache slot of the first query; None outside decoding. Also creates the attention
-    sink's parameter, passes on dropout, and records statistics if `module` is watched
-    (model/watch.py).
+    `size` sets the scale (`scale_of`).
+    `index` is the cache slot of the first query; None outside decoding. Also creates the parameters
+    of the attention sink and of additive scores, passes on dropout, and records statistics if
+    `module` is watched (model/watch.py).
     """
     cfg, sink_N = module.config, None
     if cfg.attention_sink:
         sink_N = declare(module, "sink", nn.initializers.zeros, ("heads",), (cfg.num_heads,))
-    scale = size**-0.5 * (cfg.base.head_size / cfg.head_size) ** 0.5
-    scale = scale if cfg.attention_scale is None else cfg.attention_scale
-    options = position, scale, cfg.attention_soft_cap, sink_N
-    inputs = attention_backends.Inputs(mask, *tokens, *options)
+    options = position, scale_of(cfg, size), cfg.attention_soft_cap, sink_N
+    inputs = attention_backends.Inputs(mask, *tokens, *options, mask_value=cfg.attention_mask_value)
+    if cfg.attention_score == "additive":
+        shape, init = (cfg.num_heads, cfg.head_size), nn.initializers.lecun_normal()
+        vectors_NxH = declare(module, "additive", init, ("heads", "head"), shape)
+        inputs = inputs.replace(additive_NxH=vectors_NxH)
     if index is not None:
         inputs = inputs.replace(first=jnp.stack([index, jnp.zeros_like(index)]))
     if cfg.attention_dropout and not deterministic:

@@ -29,9 +29,9 @@ SOURCE_MIXERS = Registry("model.mixer.source", __package__)
 
 SHARED_FIELDS = (
     "num_heads", "num_kv_heads", "d_head", "d_value", "window", "attention_bias", "qkv_bias",
-    "qk_norm", "qk_norm_joint", "v_norm", "attention_scale", "attention_soft_cap",
-    "attention_sink", "attention_gate", "value_residual", "attention_out", "attention_backend",
-    "attention_dropout",
+    "qk_norm", "qk_norm_joint", "v_norm", "attention_score", "attention_scale",
+    "attention_soft_cap", "attention_mask_value", "attention_sink", "attention_gate",
+    "value_residual", "attention_out", "attention_backend", "attention_dropout",
 )  # fmt: skip
 """The fields of ModelConfig that configure mixers; each mixer lists those that it reads."""
 
@@ -99,6 +99,9 @@ class Mixer:
     skips_padding: ClassVar[bool] = True
     """Whether padding between two tokens of a document leaves the results at tokens unchanged.
     Padding before and after a document always does."""
+
+    causal: ClassVar[bool] = False
+    """Whether the mixer is defined for causal decoders alone."""
 
     def check(self, config: Config, side: str) -> str | None:
         """Returns why the mixer cannot serve the layers of this stack, in one line, or None.

@@ -49,6 +49,7 @@ class GatedDelta(Mixer):
     scope = "gated_delta"
     fields = frozenset({"num_heads", "d_head", "d_value", "norm_epsilon"})
     in_order = True
+    causal = True
     skips_padding = False  # the convolution reads adjacent positions
 
     conv: int = 4  # tokens that the convolution reads, including the current one
@@ -57,12 +58,6 @@ class GatedDelta(Mixer):
 
     def __post_init__(self):
         at_least("model.mixer", self, 1, "conv", "chunk")
-
-    def check(self, config, side):
-        if side == "encoder" or not config.causal or config.prefix_lm:
-            way_out = "set model.family='decoder', model.causal=True and model.prefix_lm=False"
-            return f"model.mixer: 'gated_delta' is causal; {way_out}"
-        return None
 
     def build(self, config, side, gain, out_gain):
         return functools.partial(GatedDeltaNet, config, self, gain, out_gain)

@@ -112,11 +112,9 @@ class Keel(Placement):
     fixed = ("out_norm",)
 
     def connect(self, parts, site, x_BxTxD, branch):
-        a = self.residual_scale
-        a = site.base_layers * site.steps if a is None else a
-        y = jnp.where(site.layer == 0, 1.0, a).astype(x_BxTxD.dtype) * x_BxTxD + sum(
-            branch(x_BxTxD)
-        )
+        sublayers, a = site.base_layers * site.steps, self.residual_scale
+        a = jnp.where(site.layer == 0, 1.0, sublayers if a is None else a)
+        y = a.astype(x_BxTxD.dtype) * x_BxTxD + sum(branch(x_BxTxD))
         return jnp.where(site.index == 0, y, parts.norm("out_norm")(y))
 
 
