@@ -247,6 +247,4 @@ def test_verification_bounds_the_bytes_read_at_a_time(trained):
         assert sum(map(len, arrays_of_parts)) == total and len(parts) == {1: total, 2**40: 1}.get(
             limit, len(parts)
         )
-        assert all(
-            sum(map(checkpoint._bytes, part)) <= limit or len(part) == 1 for part in arrays_of_parts
-        )
+        assert all(checkpoint.size(x) <= limit or len(x) == 1 for x in arrays_of_parts)
