@@ -84,7 +84,8 @@ def open_store(config: DataConfig, vocab_size: int) -> Store:
     A trained tokenizer gets those of `vocab_size` ids that the objective does not reserve.
     """
     if not config.corpus and not config.train:
-        raise UserError("data.corpus or data.train: set one (see python -m transformer data)")
+        command = "python -m transformer data"
+        raise UserError(f"data.corpus or data.train: set one of them ({command} lists the corpora)")
     objective = config.chosen
     text = _Text(config, objective.columns)
     inputs = {k: v for k, v in to_mapping(config).items() if k in (*TEXT_FIELDS, "tokenizer")}

@@ -113,9 +113,9 @@ def beam_search(
     The other arguments and the errors are those of `sample`.
     """
     check_numbers("", max_new=max_new, beam_size=beam_size, alpha=alpha)
-    ending = Ending.of(model.config, eos_id, pad_id, suppress_tokens)
     inputs = source_BxS, prompt_mask_BxP, source_mask_BxS
     logits_BxV, memory, read = begin(model, params, prompt_BxP, limits_B, max_new, *inputs)
+    ending = Ending.of(model.config, eos_id, pad_id, suppress_tokens)
     limits_B = jnp.minimum(limits_B, max_new)
     (batch, vocab), k = logits_BxV.shape, beam_size
     spread = memory.cache.reorder(lambda x: jnp.repeat(x, k, axis=0))

@@ -65,9 +65,9 @@ def sample(
         key per sequence.
     """
     check_numbers("", max_new=max_new, temperature=temperature, top_k=top_k, top_p=top_p)
-    ending = Ending.of(model.config, eos_id, pad_id, suppress_tokens)
     inputs = source_BxS, prompt_mask_BxP, source_mask_BxS
     logits_BxV, memory, read = begin(model, params, prompt_BxP, limits_B, max_new, *inputs)
+    ending = Ending.of(model.config, eos_id, pad_id, suppress_tokens)
     if temperature:
         batch, typed = len(logits_BxV), jnp.issubdtype(keys_B.dtype, jax.dtypes.prng_key)
         if keys_B.ndim != (1 if typed else 2) or len(keys_B) != batch:

@@ -48,8 +48,9 @@ class Extrapolation(Evaluator):
         model, longest = task.model, task.data.length * self.times
         if longest > model.max_length and model.position_table:
             problem = f"reads sequences of data.length * times = {longest} tokens"
-            table = f"the table of model.position = {model.position_table!r}"
-            return f"{problem}, but {table} is shorter; lower times, or raise model.max_length"
+            end = f"ends at model.max_length = {model.max_length}"
+            why = f"the table of model.position = {model.position_table!r} {end}"
+            return f"{problem}, but {why}; lower times, or raise model.max_length"
 
     def measured_text(self, task):
         return f"the first {self.tokens:,} tokens" if self.tokens else ""
