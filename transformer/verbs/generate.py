@@ -33,7 +33,8 @@ def run(args, overrides) -> int:
 
     config, mesh = open_run(args, overrides)
     if args.interactive and args.input != "-":
-        raise UserError("--interactive and --input: the text has one source; leave one out")
+        problem = "one reads the terminal, the other a file"
+        raise UserError(f"--interactive and --input: {problem}; leave one out")
     if args.output != "-" and not Path(args.output).resolve().parent.is_dir():
         raise UserError(f"--output: no folder {Path(args.output).parent}")
     if args.output != "-" and Path(args.output).is_dir():
