@@ -23,7 +23,13 @@ class _Copies(Placement):
 
     in_norm: bool = True
     final_norm: bool = True
+    streams: int = 4  # n
     fixed = ("out_norm", "residual_scale")
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.streams < 2:
+            raise UserError(f"model.norm_placement.streams: {self.streams}; at least 2")
 
     def begin(self, x_BxTxD, sublayers):
         shape = (*x_BxTxD.shape[:2], self.streams, x_BxTxD.shape[-1])
@@ -58,12 +64,6 @@ class HyperConnections(_Copies):
     matrices by a power of n that it does not state; set `branch_gain`.
     """
 
-    streams: int = 4  # n
-
-    def __post_init__(self):
-        super().__post_init__()
-        _check_streams(self)
-
     def connect(self, parts, site, streams, branch):
         n, d_model = streams.shape[2:]
         # Static weights are vectors for the optimizer: they have no weight decay.
@@ -96,12 +96,10 @@ class ManifoldHyperConnections(_Copies):
     streams end as their sum.
     """
 
-    streams: int = 4  # n
     iterations: int = 20  # of Sinkhorn's algorithm
 
     def __post_init__(self):
         super().__post_init__()
-        _check_streams(self)
         if self.iterations < 1:
             raise UserError(f"model.norm_placement.iterations: {self.iterations}; at least 1")
 
@@ -178,8 +176,3 @@ class AttentionResiduals(Placement):
         weights = jax.nn.softmax(jnp.where(exists_S, logits_BxTxS, -jnp.inf), axis=-1)
         sources = streams_BxTxSxD.astype(jnp.float32)
         return jnp.einsum("BTS,BTSD->BTD", weights, sources).astype(streams_BxTxSxD.dtype)
-
-
-def _check_streams(placement) -> None:
-    if placement.streams < 2:
-        raise UserError(f"model.norm_placement.streams: {placement.streams}; at least 2")

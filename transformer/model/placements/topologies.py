@@ -3,6 +3,7 @@
 N is a norm with parameters of its own. Sublayers are numbered from 0.
 """
 
+import dataclasses
 import math
 
 import jax.numpy as jnp
@@ -11,13 +12,9 @@ from transformer.errors import UserError
 from transformer.model.placements.base import PLACEMENTS, Placement
 
 
-@PLACEMENTS.register("resi_dual")
-class ResiDual(Placement):
-    """ResiDual (Xie et al. 2023, arXiv:2304.14802): a post-norm and a pre-norm stream.
-
-    o = f(x),  x <- N(x + o),  r <- r + o        x = r = the embeddings
-    output: x + N(r)
-    """
+@dataclasses.dataclass(frozen=True)
+class _PostAndPre(Placement):
+    """The base of placements with a post-norm and a pre-norm stream, which begin as embeddings."""
 
     out_norm: bool = True
     final_norm: bool = True
@@ -26,18 +23,27 @@ class ResiDual(Placement):
     def begin(self, x_BxTxD, sublayers):
         return x_BxTxD, x_BxTxD
 
+    def end(self, parts, streams, done):
+        post, pre = streams
+        return post + parts.norm("final_norm")(pre)
+
+
+@PLACEMENTS.register("resi_dual")
+class ResiDual(_PostAndPre):
+    """ResiDual (Xie et al. 2023, arXiv:2304.14802): a post-norm and a pre-norm stream.
+
+    o = f(x),  x <- N(x + o),  r <- r + o        x = r = the embeddings
+    output: x + N(r)
+    """
+
     def connect(self, parts, site, streams, branch):
         x, r = streams
         o = sum(branch(x))
         return parts.norm("out_norm")(self.residual_scale * x + o), r + o
 
-    def end(self, parts, streams, done):
-        x, r = streams
-        return x + parts.norm("final_norm")(r)
-
 
 @PLACEMENTS.register("siamese_norm")
-class SiameseNorm(Placement):
+class SiameseNorm(_PostAndPre):
     """SiameseNorm (2026, arXiv:2602.08064): a post-norm and a pre-norm stream share all sublayers.
 
         o = f(N(x + N(y))),  x <- N(x + o / c),  y <- y + o        x = y = the embeddings
@@ -49,22 +55,12 @@ class SiameseNorm(Placement):
     """
 
     in_norm: bool = True
-    out_norm: bool = True
-    final_norm: bool = True
-    fixed = ("out_norm", "final_norm")
-
-    def begin(self, x_BxTxD, sublayers):
-        return x_BxTxD, x_BxTxD
 
     def connect(self, parts, site, streams, branch):
         x, y = streams
         o = sum(branch(x + parts.norm("stream_norm")(y)))
         c = jnp.sqrt(2.0 * (site.layer + 1)).astype(o.dtype)
         return parts.norm("out_norm")(self.residual_scale * x + o / c), y + o
-
-    def end(self, parts, streams, done):
-        x, y = streams
-        return x + parts.norm("final_norm")(y)
 
 
 @PLACEMENTS.register("b2t")
