@@ -13,7 +13,7 @@ from transformer.model.config import ModelConfig
 from transformer.model.feed_forwards.experts import BIAS
 from transformer.model.network import FAMILIES
 from transformer.model.roles import parameter_rules
-from transformer.parallel.sharding import path_name
+from transformer.parallel.sharding import is_box, path_name
 from transformer.training.config import OptimizerConfig
 
 
@@ -92,7 +92,7 @@ def build_optimizer(
     rule = optax.chain(*parts)
     if bias_rates := _bias_rates(model):
         is_bias = lambda path, _: path_name(path).endswith(BIAS)
-        labels = lambda params: jax.tree_util.tree_map_with_path(is_bias, params)
+        labels = lambda params: jax.tree_util.tree_map_with_path(is_bias, params, is_leaf=is_box)
         rule = optax.partition({False: rule, True: optax.sign_sgd(*bias_rates)}, labels)
     clip = optax.clip_by_global_norm(config.clip_norm)
     return optax.chain(clip, rule) if config.clip_norm else rule
