@@ -48,6 +48,8 @@ from transformer.training.step import batch_sums, training_step
 IN_A_RUN = {
     "model.pipeline_microbatches": "rejected without pipeline stages; see tests/test_sharding.py",
     "data.corpus": "selects other files: transformer/data/corpora.py",
+    "data.mixture": "which texts are read, and how often: tests/test_mixture.py",
+    "data.mixture_temperature": "how often each text is read: tests/test_mixture.py",
     "data.tokenizer": "has its own table",
     "mesh.slices": "needs several TPU slices: transformer/parallel/mesh.py, arrange",
     "train.average_checkpoints": "which parameters are evaluated: tests/test_training.py",
@@ -158,7 +160,7 @@ def open_tree(tree: dict) -> tuple[Experiment, Data]:
     config = from_mapping(
         Experiment, {"model": model | {"max_length": 64, "vocab_size": 400}, "data": FILES | tree}
     )
-    return config, Data(config, CharacterStore(config))
+    return config, Data(config, {"": CharacterStore(config)})
 
 
 def batches_text(tree: dict) -> str:

@@ -87,6 +87,8 @@ class Experiment:
                 raise UserError(f"train.evaluators: {evaluator.name} {problem}")
         if problem := objective.check(self):
             raise UserError(f"data.objective: {name!r} {problem}")
+        for source in data.sources.values() if data.mixture else ():
+            dataclasses.replace(self, data=source)  # checks the objective of the source
 
     def _check_parametrization(self) -> None:
         chosen, rule = PARAMETRIZATIONS.build(self.model.parametrization), self.optimizer.rule

@@ -11,19 +11,49 @@ The fields of a batch have shape [B, length]; those of the decoder in an encoder
     labels, label_weights: the class of each sequence, [B], or of each input.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import grain
 import numpy as np
 
 from transformer.checks import LARGEST
+from transformer.data.mixture import Turns
 from transformer.data.objectives.base import Segment, Sequences
+from transformer.errors import UserError
 
 Batch = dict[str, np.ndarray]
 
 
-class Batches:
-    """The batches of a split, indexed by step. Any host can build any batch, in any order.
+class Stream:
+    """Batches indexed by step. Any host can build any batch, in any order."""
+
+    report: dict[str, int]  # description -> number of texts or parts dropped or cut
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def __getitem__(self, step: int) -> Batch:
+        raise NotImplementedError
+
+    def source_of(self, step: int) -> str:
+        """The source of a mixture that all sequences of a held-out batch are from, or ""."""
+        return ""
+
+    def epochs(self, steps: int) -> dict[str, float]:
+        """How often `steps` training steps read the sequences of each source."""
+        raise NotImplementedError
+
+    def stream(self, start: int = 0, stop: int | None = None) -> Iterator[Batch]:
+        """Yields batches start, start + 1, ..., stop - 1. Threads build them ahead of time."""
+        stop = len(self) if stop is None else stop
+        options = grain.ReadOptions(num_threads=2, prefetch_buffer_size=8)
+        if stop <= start:
+            return iter(())
+        return iter(grain.MapDataset.source(self)[start:stop].to_iter_dataset(options))
+
+
+class Batches(Stream):
+    """The batches of one text.
 
     Every epoch contains each sequence once. In training, the order of the sequences (within each
     bucket) and of the batches is drawn from (seed, epoch). In evaluation (`seed=None`), neither is
@@ -63,13 +93,26 @@ class Batches:
     def __getitem__(self, step: int) -> Batch:
         epoch, number = divmod(step, self.per_epoch)
         bucket, indices = self._plan(epoch)[number]
+        row = lambda i: self.segments(epoch, int(indices[i])) if i < len(indices) else []
+        return self.fill(row, bucket)
+
+    @property
+    def num_sequences(self) -> int:
+        return sum(map(len, self._members))
+
+    def epochs(self, steps):
+        return {"": steps / self.per_epoch}
+
+    def segments(self, epoch: int, index: int) -> Sequence[Segment]:
+        """The segments of a sequence, with the random numbers of this epoch."""
         seed = [] if self._seed is None else [self._seed, epoch]
-        draw = lambda index: lambda: np.random.default_rng([*seed, index])
-        build = lambda index: self._sequences.segments(int(index), draw(int(index)))
-        mine = self._share(self._sizes[bucket])
-        segments = [build(indices[i]) if i < len(indices) else [] for i in mine]
+        return self._sequences.segments(index, lambda: np.random.default_rng([*seed, index]))
+
+    def fill(self, row: Callable[[int], Sequence[Segment]], bucket: int = 0) -> Batch:
+        """Assembles this process's part of a batch of the sequences `row(0)`, `row(1)`, ..."""
+        segments = [row(i) for i in self._share(self._sizes[bucket])]
         # If all sequences of this process are empty, a sample determines the fields of the batch.
-        sample = [] if any(segments) else [build(indices[0])]
+        sample = [] if any(segments) else [row(0)]
         batch = assemble(sample + segments, self._widths[bucket], self._decoder_widths[bucket])
         return {name: x[len(sample) :] for name, x in batch.items()}
 
@@ -87,13 +130,72 @@ class Batches:
             current = self._epoch = epoch, [(int(b), next(pools[b])) for b in shuffle(self._order)]
         return current[1]
 
-    def stream(self, start: int = 0, stop: int | None = None) -> Iterator[Batch]:
-        """Yields batches start, start + 1, ..., stop - 1. Threads build them ahead of time."""
-        stop = len(self) if stop is None else stop
-        options = grain.ReadOptions(num_threads=2, prefetch_buffer_size=8)
-        if stop <= start:
-            return iter(())
-        return iter(grain.MapDataset.source(self)[start:stop].to_iter_dataset(options))
+
+class MixedBatches(Stream):
+    """The training batches of a mixture. Each source is shuffled anew in each of its epochs.
+
+    Memory does not grow with the number of sequences: Grain computes the order by index.
+    """
+
+    def __init__(self, sources: Mapping[str, Batches], turns: Turns, batch_size: int, seed: int):
+        self._names, self._sources, self._turns = list(sources), list(sources.values()), turns
+        self._size, self.report = batch_size, _reports(sources)
+        order = lambda source: grain.MapDataset.range(source.num_sequences).seed(seed).shuffle()
+        self._orders = [order(source).repeat() for source in self._sources]
+
+    def __len__(self):
+        return LARGEST
+
+    def __getitem__(self, step):
+        return self._sources[0].fill(lambda i: self._row(step * self._size + i))
+
+    def epochs(self, steps):
+        counts = zip(
+            self._names, self._turns.counts(steps * self._size), self._sources, strict=True
+        )
+        return {name: count / source.num_sequences for name, count, source in counts}
+
+    def _row(self, n: int) -> Sequence[Segment]:
+        source, number = self._turns(int(n))
+        batches = self._sources[source]
+        index = self._orders[source][number]
+        return batches.segments(number // batches.num_sequences, index)
+
+
+class JoinedBatches(Stream):
+    """The held-out batches of a mixture, each from one source. Any first part has some of each."""
+
+    def __init__(self, sources: Mapping[str, Batches]):
+        self._sources, self.report = sources, _reports(sources)
+        progress = lambda item: (item[1] + 0.5) / len(sources[item[0]])
+        items = [(name, i) for name, batches in sources.items() for i in range(len(batches))]
+        self._items = sorted(items, key=progress)
+
+    def __len__(self):
+        return len(self._items)
+
+    def __getitem__(self, step):
+        name, number = self._items[step]
+        return self._sources[name][number]
+
+    def source_of(self, step):
+        return self._items[step][0]
+
+
+def check_fields(sources: Mapping[str, Batches]) -> None:
+    """Raises UserError if the batches of two sources of a mixture have different fields."""
+    fields = {name: sorted(batches[0]) for name, batches in sources.items()}
+    (first, expected), *others = fields.items()
+    for name, found in others:
+        if found != expected:
+            differ = ", ".join(sorted({*found} ^ {*expected}))
+            problem = f"sources {first!r} and {name!r} have batches of different fields ({differ})"
+            raise UserError(f"data.mixture.objective: {problem}; give them similar objectives")
+
+
+def _reports(sources: Mapping[str, Batches]) -> dict[str, int]:
+    items = [(name, *x) for name, batches in sources.items() for x in batches.report.items()]
+    return {f"{text} ({name})": number for name, text, number in items}
 
 
 def assemble(sequences: Sequence[Sequence[Segment]], length: int, decoder_length: int = 0) -> Batch:

@@ -1,10 +1,13 @@
 """Data configs: which text is read, and how it becomes batches of tokens."""
 
 import dataclasses
+import functools
 from typing import Protocol
 
-from transformer.checks import Choice, Effect, at_least, one_of, strict
-from transformer.data import corpora, probes
+from flax.core import FrozenDict
+
+from transformer.checks import Choice, Effect, at_least, one_of, positive, strict
+from transformer.data import corpora, mixture, probes
 from transformer.data.objectives import OBJECTIVES
 from transformer.errors import UserError
 from transformer.model.config import ModelConfig
@@ -78,6 +81,7 @@ _DATA_EFFECTS = (
     Effect(("too_long",), "an objective that keeps texts whole (seq2seq, classification, tagging)",
            lambda c: c.chosen.never_splits),
     Effect(("eval_overlap",), "data.objective='causal_lm'", lambda c: c.chosen.scores_every_token),
+    Effect(("mixture_temperature",), "sources: data.mixture", lambda c: bool(c.mixture)),
     Effect(("held_out",), "because valid and test have their own files",
            lambda c: not _has_own_splits(c)),
 )  # fmt: skip
@@ -98,6 +102,11 @@ class DataConfig:
     # jsonl, arrayrecord, huggingface: ("text",) or ("source", "target"); tsv: column numbers.
     fields: tuple[str, ...] = ()
     reverse: bool = False  # swap source and target
+    # Several texts instead: dict(name=..., weight=..., max_epochs=...) for each, with the fields
+    # above and below in which it differs (data/mixture.py).
+    mixture: tuple[FrozenDict, ...] = ()
+    # Weights of the sources are (training tokens)^(1 / temperature); 0: each has its own `weight`
+    mixture_temperature: float = 0.0
     # causal_lm | seq2seq | prefix_lm | masked_lm | span_corruption | ul2 | classification |
     # tagging, or dict(name=...).
     objective: Choice = "causal_lm"
@@ -128,6 +137,8 @@ class DataConfig:
         for part in ("train", "valid", "test") if self.format == "probe" else ():
             if path := getattr(self, part):
                 probes.parse(path, f"data.{part}")
+        if self.mixture:
+            self._check_mixture()
         one_of("data.too_long", self.too_long, ("drop", "cut"))
         at_least("data", self, 2, "length")
         at_least("data", self, 1, "batch_size", "held_out")
@@ -148,6 +159,35 @@ class DataConfig:
                 raise UserError(f"{widths} times data.target_length / data.length must be integers")
             if sorted(set(self.buckets)) != list(self.buckets) or self.buckets[-1] != self.length:
                 raise UserError(f"{widths} must increase and end in data.length = {self.length}")
+
+    def _check_mixture(self) -> None:
+        if self.mixture_temperature:
+            positive("data", self, "mixture_temperature")
+        if set_here := [f for f in ("corpus", "train", "valid", "test") if getattr(self, f)]:
+            problem = "each source of data.mixture names its own text"
+            raise UserError(f"data.{set_here[0]}: {problem}; leave it out")
+        if self.buckets:
+            raise UserError("data.buckets: a mixture has sequences of one length; leave it out")
+        mixture.read_sources(self.mixture, self.mixture_temperature)
+        for name, source in self.sources.items():
+            ours, theirs = self.chosen, source.chosen
+            if theirs.predicts != ("tokens",) or type(ours).losses is not type(theirs).losses:
+                problem = f"{theirs.name!r} of source {name!r} has another loss than the tokens'"
+                raise UserError(f"data.mixture.objective: {problem}; train on it alone")
+
+    @functools.cached_property
+    def sources(self) -> dict[str, "DataConfig"]:
+        """The config of each source of `mixture`; this config, by the name "", without one."""
+        if not self.mixture:
+            return {"": self}
+        sources, alone = {}, {"mixture": (), "mixture_temperature": 0.0}
+        for entry in self.mixture:
+            fields = {k: v for k, v in entry.items() if k not in mixture.OWN_FIELDS}
+            try:
+                sources[entry["name"]] = dataclasses.replace(self, **alone, **fields)
+            except UserError as e:
+                raise UserError(f"{e} (source {entry['name']!r} of data.mixture)") from None
+        return sources
 
     @property
     def chosen(self):

@@ -1,15 +1,17 @@
 """The data of an experiment: tokenizer, training batches, evaluation batches, held-out texts."""
 
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
 
-from transformer.data.batching import Batches
+from transformer.data.batching import Batches, JoinedBatches, MixedBatches, Stream, check_fields
 from transformer.data.config import Task
-from transformer.data.objectives.base import Objective
-from transformer.data.store import Store, open_store
+from transformer.data.mixture import Turns, of_temperature, phases_of, read_sources
+from transformer.data.objectives.base import Objective, Sequences
+from transformer.data.store import Joined, Store, open_stores
 from transformer.data.tokenizer import Tokenizer
 from transformer.errors import UserError
 from transformer.model.config import ModelConfig
@@ -22,7 +24,12 @@ class Data:
     """The data of a run."""
 
     config: Task
-    store: Store
+    stores: Mapping[str, Store]  # by source; "" without a mixture
+
+    @functools.cached_property
+    def store(self) -> Store:
+        """The store, or the counts and held-out texts of all sources together."""
+        return Joined.of(self.stores) if self.config.data.mixture else self.stores[""]
 
     @property
     def objective(self) -> Objective:
@@ -32,23 +39,42 @@ class Data:
     def tokenizer(self):
         return self.store.tokenizer
 
-    def batches(self, part: str, share: Callable[[int], np.ndarray] = np.arange) -> Batches:
+    def batches(self, part: str, share: Callable[[int], np.ndarray] = np.arange) -> Stream:
         """The batches of a split. `share`: see `Batches`.
 
         Those of train are shuffled and do not end. Others contain each sequence once, in order.
         """
-        data, train = self.config.data, part == "train"
-        sequences = self.objective.sequences(self.store, part, self.config)
+        data, seed = self.config.data, self.config.seed if part == "train" else None
         fields = ("length", "decoder_length", "batch_size", "buckets")
-        sizes = {field: getattr(data, field) for field in fields}
-        seed = self.config.seed if train else None
-        batches = Batches(sequences, **sizes, seed=seed, share=share)
-        if not batches.per_epoch:
-            reasons = "; ".join(event(number, text) for text, number in batches.report.items())
-            problem = f"the {part} split has no sequence of {data.length} tokens"
-            problem += f" ({reasons})" if reasons else ""
-            raise UserError(f"data.length: {problem}; add text, or change data.length")
-        return batches
+        options = {field: getattr(data, field) for field in fields} | {"seed": seed, "share": share}
+        of = lambda name: Batches(self._sequences(name, part), **options)
+        sources = {name: of(name) for name in data.sources}
+        for name, batches in sources.items():
+            if not batches.per_epoch:
+                reasons = "; ".join(event(number, text) for text, number in batches.report.items())
+                problem = f"the {part} split has no sequence of {data.length} tokens"
+                problem += f" in source {name!r}" if name else ""
+                problem += f" ({reasons})" if reasons else ""
+                raise UserError(f"data.length: {problem}; add text, or change data.length")
+        if not data.mixture:
+            return sources[""]
+        check_fields(sources)
+        if part != "train":
+            return JoinedBatches(sources)
+        return MixedBatches(sources, self._turns(), data.batch_size, seed)
+
+    def _sequences(self, name: str, part: str) -> Sequences:
+        task = self.config
+        if task.data.mixture:
+            task = dataclasses.replace(task, data=task.data.sources[name])
+        return task.data.chosen.sequences(self.stores[name], part, task)
+
+    def _turns(self) -> Turns:
+        data = self.config.data
+        if temperature := data.mixture_temperature:
+            tokens = [store.meta["train"]["tokens"] for store in self.stores.values()]
+            return Turns([(0, of_temperature(tokens, temperature))])
+        return Turns(phases_of(read_sources(data.mixture, 0.0), data.batch_size))
 
     def describe(self) -> dict:
         """Counts and hashes for the manifest."""
@@ -89,12 +115,13 @@ def open_data(config: Task, tokenizer: Path | None = None) -> Data:
     if tokenizer is not None and (settings.path or settings.eos_id >= 0):
         data = dataclasses.replace(config.data, tokenizer=settings.at(tokenizer))
         config = dataclasses.replace(config, data=data)
-    store = open_store(config.data, config.model.vocab_size)
-    if tokenizer is not None and store.tokenizer.content != tokenizer.read_bytes():
-        data = dataclasses.replace(config.data, tokenizer=config.data.tokenizer.at(tokenizer))
-        store = open_store(data, config.model.vocab_size)
-    check_special_tokens(config.model, store.tokenizer)
+    data = Data(config, open_stores(config.data, config.model.vocab_size))
+    if tokenizer is not None and data.tokenizer.content != tokenizer.read_bytes():
+        with_its = dataclasses.replace(config.data, tokenizer=config.data.tokenizer.at(tokenizer))
+        data = Data(config, open_stores(with_its, config.model.vocab_size))
+    check_special_tokens(config.model, data.tokenizer)
+    store = data.store
     if store.classes and len(store.classes) != config.model.num_labels:
         found = f"{len(store.classes)}: {', '.join(store.classes[:8])}"
         raise UserError(f"model.num_labels: {config.model.num_labels}, but the text has {found}")
-    return Data(config, store)
+    return data

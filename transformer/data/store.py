@@ -4,13 +4,14 @@ Each text is stored as its ids followed by eos. A store is in `$TRANSFORMER_DATA
 key is a hash of everything on which the store depends, so that experiments can share a store.
 """
 
+import collections
 import dataclasses
 import hashlib
 import itertools
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -78,25 +79,60 @@ class Store:
             return [tuple(json.loads(line)) for line in lines]
 
 
+@dataclasses.dataclass(frozen=True)
+class Joined(Store):
+    """The counts and held-out texts of the sources of a mixture, together."""
+
+    stores: Mapping[str, Store]
+
+    @staticmethod
+    def of(stores: Mapping[str, Store]) -> "Joined":
+        first, metas = next(iter(stores.values())), {n: x.meta for n, x in stores.items()}
+        total = {"tokenizer_sha256": first.tokenizer.sha256, "overlap": collections.Counter()}
+        for part in split.SPLITS:
+            digests = "".join(meta[part]["sha256"] for meta in metas.values())
+            total[part] = {"sha256": hashlib.sha256(digests.encode()).hexdigest()}
+            for field in metas[next(iter(metas))][part].keys() - {"sha256"}:
+                total[part][field] = sum(meta[part][field] for meta in metas.values())
+        for meta in metas.values():
+            total["overlap"].update(meta["overlap"])
+        return Joined(first.folder, first.tokenizer, total | {"sources": metas}, stores)
+
+    def texts(self, part, side):
+        raise NotImplementedError("the texts of a mixture are those of its `stores`")
+
+    def examples(self, part):
+        return [example for store in self.stores.values() for example in store.examples(part)]
+
+
+def open_stores(config: DataConfig, vocab_size: int) -> dict[str, Store]:
+    """Opens the store of each source of a config (one, without a mixture).
+
+    A tokenizer that is trained for a mixture is trained on the text of all sources.
+    """
+    if config.mixture and not config.tokenizer.path:
+        objectives = [source.chosen for source in config.sources.values()]
+        texts = {n: _Text(x, x.chosen.columns) for n, x in config.sources.items()}
+        reserved = max(objective.reserved for objective in objectives)
+        inputs = [_inputs(x, texts[n], vocab_size) for n, x in config.sources.items()]
+        folder = corpora.data_home() / "tokenizers" / _key([*inputs, reserved])
+        if not tokenizers.find_tokenizer(folder):
+            lines = itertools.chain.from_iterable(text.lines() for text in texts.values())
+            with new_folder(folder, keep=True) as new:
+                trained = tokenizers.train_tokenizer(config.tokenizer, vocab_size, lines, reserved)
+                (new / trained.name).write_bytes(trained.content)
+        tokenizer = config.tokenizer.at(tokenizers.find_tokenizer(folder))
+        config = dataclasses.replace(config, tokenizer=tokenizer)
+    return {name: open_store(source, vocab_size) for name, source in config.sources.items()}
+
+
 def open_store(config: DataConfig, vocab_size: int) -> Store:
     """Opens the store of a config. If there is none yet, splits and tokenizes the text.
 
     A trained tokenizer gets those of `vocab_size` ids that the objective does not reserve.
     """
-    if not config.corpus and not config.train:
-        command = "python -m transformer data"
-        raise UserError(f"data.corpus or data.train: set one of them ({command} lists the corpora)")
-    objective = config.chosen
-    text = _Text(config, objective.columns)
-    inputs = {k: v for k, v in to_mapping(config).items() if k in (*TEXT_FIELDS, "tokenizer")}
-    # The key contains a hash of the tokenizer instead of its path.
-    inputs["tokenizer"] = {k: v for k, v in inputs["tokenizer"].items() if k != "path"}
-    existing = tokenizers.read_tokenizer(config.tokenizer.path) if config.tokenizer.path else None
-    inputs["tokenizer_sha256"] = "" if existing is None else hashlib.sha256(existing).hexdigest()
-    inputs |= {"columns": objective.columns, "reserved": objective.reserved}
-    inputs |= {"files": text.fingerprint(), "version": VERSION, "vocab_size": vocab_size}
-    key = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:24]
-    folder = corpora.data_home() / "tokens" / key
+    text = _Text(config, config.chosen.columns)
+    folder = corpora.data_home() / "tokens" / _key(_inputs(config, text, vocab_size))
     if not (folder / "meta.json").exists():
         with new_folder(folder, keep=True) as new:
             _build(new, text, config, vocab_size)
@@ -105,10 +141,28 @@ def open_store(config: DataConfig, vocab_size: int) -> Store:
     return Store(folder, tokenizer, json.loads((folder / "meta.json").read_text()))
 
 
+def _inputs(config: DataConfig, text: "_Text", vocab_size: int) -> dict:
+    """All that a store depends on."""
+    inputs = {k: v for k, v in to_mapping(config).items() if k in (*TEXT_FIELDS, "tokenizer")}
+    # The key contains a hash of the tokenizer instead of its path.
+    inputs["tokenizer"] = {k: v for k, v in inputs["tokenizer"].items() if k != "path"}
+    existing = tokenizers.read_tokenizer(config.tokenizer.path) if config.tokenizer.path else None
+    inputs["tokenizer_sha256"] = "" if existing is None else hashlib.sha256(existing).hexdigest()
+    inputs |= {"columns": config.chosen.columns, "reserved": config.chosen.reserved}
+    return inputs | {"files": text.fingerprint(), "version": VERSION, "vocab_size": vocab_size}
+
+
+def _key(inputs) -> str:
+    return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:24]
+
+
 class _Text:
     """The examples of each split. Every pass reads the files again."""
 
     def __init__(self, config: DataConfig, columns: tuple[str, ...]):
+        if not config.corpus and not config.train:
+            way_out = "set one of them (python -m transformer data lists the corpora)"
+            raise UserError(f"data.corpus or data.train: {way_out}")
         self.columns, self.reverse, self.fields = columns, config.reverse, config.fields
         # Columns of text precede those of classes.
         self.sides = sum(column not in ("label", "tags") for column in columns)
@@ -167,6 +221,10 @@ class _Text:
         chosen[np.random.default_rng(0).permutation(count)[: self.max_examples]] = True
         return itertools.compress(self.read("train"), chosen)
 
+    def lines(self) -> Iterator[str]:
+        """The training texts of all sides, for the tokenizer."""
+        return itertools.chain.from_iterable(example[: self.sides] for example in self.train())
+
     def overlap(self) -> dict[str, int]:
         """The number of examples in each held-out file that share a text with training."""
         parts = [part for part in ("valid", "test") if part in self.paths]
@@ -200,9 +258,8 @@ def _build(folder: Path, text: _Text, config: DataConfig, vocab_size: int) -> No
             if getattr(config.tokenizer, field) >= 0:
                 problem = "applies only to an existing tokenizer; set data.tokenizer.path"
                 raise UserError(f"data.tokenizer.{field}: {problem}, or leave it at -1")
-        texts = itertools.chain.from_iterable(example[: text.sides] for example in text.train())
         tokenizer = tokenizers.train_tokenizer(
-            config.tokenizer, vocab_size, texts, config.chosen.reserved
+            config.tokenizer, vocab_size, text.lines(), config.chosen.reserved
         )
     (folder / tokenizer.name).write_bytes(tokenizer.content)
     meta = {"tokenizer_sha256": tokenizer.sha256, "overlap": text.overlap()}

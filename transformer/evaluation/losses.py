@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import jax
 import numpy as np
 
-from transformer.data.batching import Batches
+from transformer.data.batching import Stream
 from transformer.evaluation.subject import Snapshot, Subject, token_losses
 from transformer.model.config import ModelConfig
 from transformer.model.network import abstract_params
@@ -20,7 +20,7 @@ from transformer.training.step import main_loss_name, means
 
 
 def evaluate_loss(
-    eval_step: Callable, params, batches: Batches, share: Share, *, max_batches=0, text=None
+    eval_step: Callable, params, batches: Stream, share: Share, *, max_batches=0, text=None
 ) -> dict[str, float]:
     """Evaluates `batches`, or the first `max_batches`. Returns means over tokens or labels:
 
@@ -30,21 +30,26 @@ def evaluate_loss(
         bits_per_byte    total nats / log 2 / bytes of the UTF-8 text
         word_perplexity  exp(total nats / words); words are whitespace-separated tokens plus line
                          ends, the published count for WikiText
+        loss/SOURCE      the loss on the text of one source of a mixture
 
-    The last two need `text`: the counts of the text that `batches` cover, for language models. If
-    both tokens and labels are targets, all are means over tokens, and `labels_loss` and
-    `labels_accuracy` are added. A main loss that is not a cross-entropy returns only its own means.
+    bits_per_byte and word_perplexity need `text`: the counts of the text that `batches` cover, for
+    language models. If both tokens and labels are targets, all are means over tokens, and
+    `labels_loss` and `labels_accuracy` are added. A main loss that is not a cross-entropy returns
+    only its own means.
     """
-    total = None
+    totals = {}  # by source of a mixture
     count = min(max_batches or len(batches), len(batches))
-    for batch in batches.stream(0, count):
+    for step, batch in enumerate(batches.stream(0, count)):
         placed = share.place(batch)
         # Reading the sums orders the steps: concurrent steps could deadlock, each waiting for a
         # collective of the other. The total is in float64, because a float32 cannot count more than
         # 2^24 tokens.
         sums = jax.tree.map(np.float64, eval_step(params, placed))
-        total = sums if total is None else jax.tree.map(np.add, total, sums)
+        source = batches.source_of(step)
+        totals[source] = jax.tree.map(np.add, totals[source], sums) if source in totals else sums
+    total = jax.tree.map(lambda *parts: sum(parts), *totals.values())
     metrics = {name: float(value) for name, value in means(total).items()}
+    metrics |= {f"loss/{source}": float(means(x)["loss"]) for source, x in totals.items() if source}
     main = total[main_loss_name(total)]
     if not isinstance(main, Sums):
         return metrics

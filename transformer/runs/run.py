@@ -18,7 +18,8 @@ from jax.sharding import Mesh
 
 from transformer.claims import Claim
 from transformer.config import Experiment
-from transformer.data.batching import Batches
+from transformer.data.batching import Stream
+from transformer.data.mixture import check_epochs
 from transformer.data.pipeline import Data, open_data
 from transformer.errors import UserError
 from transformer.evaluation.evaluators.base import measure
@@ -147,8 +148,8 @@ class Text(NamedTuple):
     """The data and its batches."""
 
     data: Data
-    train: Batches
-    valid: Batches
+    train: Stream
+    valid: Stream
 
 
 class Start(NamedTuple):
@@ -212,6 +213,7 @@ def read_text(config: Experiment, workdir: Path, share: Share) -> Text:
         tokenizer = rundir.tokenizer_file(workdir) if rundir.has_checkpoint(workdir) else None
         data = open_data(config, tokenizer)
     text = Text(data, *(data.batches(part, share.sequences) for part in ("train", "valid")))
+    check_epochs(config.data.mixture, text.train.epochs(config.train.steps))
     digests = data.store.meta["train"]["sha256"][:32] + data.tokenizer.sha256[:32]
     agree("the training text, or its tokenizer", digests)
     return text

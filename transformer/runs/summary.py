@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from transformer.checks import plain
 from transformer.config import Experiment
-from transformer.data.batching import Batches
+from transformer.data.batching import Stream
 from transformer.data.pipeline import Data
 from transformer.model.network import FAMILIES
 from transformer.model.parametrizations.base import ROLES
@@ -19,7 +19,7 @@ from transformer.parallel.sharding import format_bytes, local_bytes, path_name
 
 
 def summary(
-    program, data: Data, batches: Batches, backends: Mapping[str, str], resumed: str, verbose: bool
+    program, data: Data, batches: Stream, backends: Mapping[str, str], resumed: str, verbose: bool
 ) -> list[str]:
     """Returns at most five lines, and one per role of parameters that has multipliers.
 
@@ -87,17 +87,19 @@ def _text(config: Experiment, data: Data, verbose: bool) -> str:
     counts = ", ".join(f"{meta[part]['examples']:,} {name}" for part, name in names.items())
     tokenizer = config.data.tokenizer.path or f"{config.data.tokenizer.kind} tokenizer"
     sha256 = f", sha256 {data.tokenizer.sha256[:12]}" if verbose else ""
-    text = f"{config.data.corpus or config.data.train}: {counts} examples"
+    names = [source.corpus or source.train for source in config.data.sources.values()]
+    text = f"{' + '.join(names)}: {counts} examples"
     tokens = f"{human_tokens(meta['train']['tokens'])} training tokens"
     pieces = f"{tokenizer}, {data.tokenizer.vocab_size:,} pieces{sha256}"
     return f"text        {text}; {tokens}; {pieces}"
 
 
-def _batches(config: Experiment, batches: Batches) -> str:
+def _batches(config: Experiment, batches: Stream) -> str:
     tokens = config.data.batch_size * config.data.length
     left_out = "".join(f"; {event(number, text)}" for text, number in batches.report.items())
-    epochs = f"{config.train.steps / batches.per_epoch:.1f} epochs"
-    return f"batches     {tokens:,} tokens, {batches.per_epoch:,} per epoch, {epochs}{left_out}"
+    epochs = batches.epochs(config.train.steps).items()
+    epochs = ", ".join(f"{number:.1f} epochs" + f" of {x}" * bool(x) for x, number in epochs)
+    return f"batches     {tokens:,} tokens, {epochs}{left_out}"
 
 
 def _advice(config: Experiment, data: Data) -> list[str]:
