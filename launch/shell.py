@@ -22,7 +22,18 @@ ROOT = Path(__file__).resolve().parent.parent
 MISTAKE = 2
 """The exit code of a mistake in the command or the config. A restart would fail the same way."""
 
-VERBS = ("train", "evaluate", "generate", "sweep", "compare", "inspect", "plan", "data", "convert")
+VERBS = (
+    "train",
+    "evaluate",
+    "generate",
+    "score",
+    "sweep",
+    "compare",
+    "inspect",
+    "plan",
+    "data",
+    "convert",
+)
 """The verbs of `python -m transformer`."""
 
 FLAT = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))

@@ -17,7 +17,7 @@ from transformer.version import __version__
 
 TYPE_CHECKING = False  # as in `typing`, which takes longer to import than the rest of this module
 if TYPE_CHECKING:
-    from transformer.api import LoadedRun, evaluate, generate, load_run, train
+    from transformer.api import LoadedRun, embed, evaluate, generate, load_run, score, train
     from transformer.config import Experiment, ModelConfig
     from transformer.config_io import load_experiment
     from transformer.convert import load_hf, save_hf
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from transformer.training.step import make_train_step
 
 _MODULES = {
-    "transformer.api": ("LoadedRun", "evaluate", "generate", "load_run", "train"),
+    "transformer.api": ("LoadedRun", "embed", "evaluate", "generate", "load_run", "score", "train"),
     "transformer.config": ("Experiment", "ModelConfig"),
     "transformer.config_io": ("load_experiment",),
     "transformer.convert": ("load_hf", "save_hf"),
@@ -71,12 +71,12 @@ second and `python -m transformer --help` needs neither.
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [
-    "EVALUATORS", "FEED_FORWARDS", "MIXERS", "OBJECTIVES", "OPTIMIZERS", "PLACEMENTS", "SCHEMES",
-    "Experiment", "LoadedRun", "ModelConfig", "Placement", "Position", "Sweep", "TrainState",
-    "UserError", "__version__", "abstract_state", "architecture", "arms", "beam_search",
-    "build_model", "build_optimizer", "chain", "evaluate", "generate", "init_state", "ladder",
-    "load_experiment", "load_hf", "load_run", "make_train_step", "product", "sample", "save_hf",
-    "scan", "train", "tuned", "vary", "zipped",
+    "EVALUATORS", "FEED_FORWARDS", "MIXERS", "OBJECTIVES", "OPTIMIZERS", "PLACEMENTS",
+    "SCHEMES", "Experiment", "LoadedRun", "ModelConfig", "Placement", "Position", "Sweep",
+    "TrainState", "UserError", "__version__", "abstract_state", "architecture", "arms",
+    "beam_search", "build_model", "build_optimizer", "chain", "embed", "evaluate", "generate",
+    "init_state", "ladder", "load_experiment", "load_hf", "load_run", "make_train_step",
+    "product", "sample", "save_hf", "scan", "score", "train", "tuned", "vary", "zipped",
 ]  # fmt: skip
 
 

@@ -1,4 +1,5 @@
-"""The Python functions behind the command line: train, load_run, evaluate and generate."""
+"""The Python functions behind the command line: train, load_run, evaluate, generate, score
+and embed."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -6,13 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from transformer.config import Experiment, MeshConfig
 from transformer.config_io import NOTHING, load_experiment
 from transformer.data.corpora import data_home
-from transformer.decoding.generate import Generator, check_texts
+from transformer.decoding.generate import Generator, check_texts, check_tokenizer
 from transformer.errors import UserError
+from transformer.evaluation.scorer import Scorer, Scores, embed_texts, score_texts
 from transformer.mapping import apply_overrides, build, to_mapping
 from transformer.parallel.mesh import start, use
 from transformer.parallel.processes import start_processes
@@ -102,6 +105,53 @@ def generate(
     config = apply_overrides(run.config, changes) if changes else run.config
     with use(run.mesh):
         return Generator(config, run.params, run.tokenizer)(texts)
+
+
+def score(
+    run: LoadedRun | str | os.PathLike, texts: Sequence[str], contexts: Sequence[str] = ()
+) -> list[Scores]:
+    """Computes the log-probability of each token of texts.
+
+    Args:
+      run: a run from `load_run`, or a run directory.
+      texts: the texts. Their end-of-text token is not scored.
+      contexts: the text before each (decoder), or its source (encoder-decoder); default: none.
+
+    Returns:
+      For each text: `logp`, float32[tokens] in nats; `is_greedy`, whether each token is the most
+      likely one; and `pieces`, the tokens for display.
+    """
+    check_texts(texts)
+    contexts = contexts or [""] * len(texts)
+    check_texts(contexts)
+    if len(contexts) != len(texts):
+        raise UserError(f"contexts: {len(contexts)} for {len(texts)} texts; pass one for each")
+    run = run if isinstance(run, LoadedRun) else load_run(run)
+    check_tokenizer(run.tokenizer)
+    with use(run.mesh):
+        size = run.config.decoding.batch_size
+        scorer = Scorer(run.config, run.params, run.tokenizer, run.mesh, size)
+        return score_texts(scorer, texts, contexts)
+
+
+def embed(
+    run: LoadedRun | str | os.PathLike, texts: Sequence[str], pooling: str = "mean"
+) -> np.ndarray:
+    """Computes a vector for each text: the pooled last hidden states, float32[texts, d_model].
+
+    Args:
+      run: a run from `load_run`, or a run directory. In an encoder-decoder, the encoder is used.
+      texts: the texts. Those that exceed `model.max_length` are cut.
+      pooling: "mean" over all tokens, "cls" (the first token) or "last".
+    """
+    check_texts(texts)
+    if pooling == "none":
+        raise UserError("pooling: 'none' yields no vector for a text; use mean, cls or last")
+    run = run if isinstance(run, LoadedRun) else load_run(run)
+    check_tokenizer(run.tokenizer)
+    size = run.config.decoding.batch_size
+    with use(run.mesh):
+        return embed_texts(run.config, run.params, run.tokenizer, run.mesh, texts, pooling, size)
 
 
 def run_config(workdir: str | os.PathLike, overrides: Mapping[str, Any]) -> Experiment:

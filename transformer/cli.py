@@ -19,7 +19,10 @@ ABOUT = """Transformers in JAX: train, evaluate and use encoders, decoders and e
   echo "Where is the library?" | python -m transformer generate --workdir=runs/quickstart
 """
 
-VERBS = ("data", "train", "evaluate", "generate", "sweep", "compare", "inspect", "plan", "convert")
+VERBS = (
+    "data", "train", "evaluate", "generate", "score", "sweep", "compare", "inspect", "plan",
+    "convert",
+)  # fmt: skip
 """The modules in verbs/, in the order of the help text."""
 
 

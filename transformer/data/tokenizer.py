@@ -46,6 +46,7 @@ class Tokenizer:
     eos: int  # ends a text
     source_prefix_ids: Sequence[int] = ()  # the one that begins a source, or none
     mask: int | None = None  # replaces tokens that are predicted
+    adds_bos: bool = True  # whether other libraries begin a text with bos
 
     def set_special_tokens(self, config: TokenizerConfig, name: str, **defaults: int) -> None:
         """Sets the special tokens that the config sets, or else `defaults` (-1: none).
@@ -196,6 +197,7 @@ class Fast(Tokenizer):
         self.set_special_tokens(config, name, pad=find("[PAD]", "<pad>"), bos=bos, eos=eos)
         mask = find("[MASK]", "<mask>")
         self.mask = mask if mask >= 0 else None
+        self.adds_bos = self._tokenizer.encode("").ids[:1] == [self.bos]
 
     def encode(self, texts):
         encodings = self._tokenizer.encode_batch(as_list(texts), add_special_tokens=False)

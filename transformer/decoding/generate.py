@@ -47,6 +47,7 @@ class Generator:
     params: Any
     tokenizer: Tokenizer | None
     cut: int = 0
+    add_bos: bool = True  # whether a prompt begins with bos
 
     def __post_init__(self):
         if not self.config.objective.generates_text or self.config.model.family == "encoder":
@@ -94,8 +95,8 @@ class Generator:
     def _batches(self, lengths: list[int]) -> dict[int, list[int]]:
         """Sorts texts into buckets: width (a power of two from 16) -> indices, shortest first."""
         room = self.config.model.max_length
-        if not self._translates:  # a decoder reserves half of its length for the output
-            room = max(room // 2, 1)
+        if not self._translates:  # reserves room for the output, at most half of the length
+            room = max(room - min(self.config.decoding.max_extra, room - room // 2), 1)
         widths: dict[int, list[int]] = {}
         for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):
             needed = lengths[i] + 1  # the source's eos, or the prompt's bos
@@ -116,7 +117,8 @@ class Generator:
                 inputs[r, : len(tokens)], real[r, : len(tokens)] = tokens, True
                 limits[r] = min(len(tokens) + decoding.max_extra, max_length)
             else:
-                tokens = [bos, *tokens[-(width - 1) :]] if width > 1 else [bos]
+                begins = self.add_bos or not tokens
+                tokens = [*[bos] * begins, *tokens[max(len(tokens) + begins - width, 0) :]]
                 inputs[r, width - len(tokens) :], real[r, width - len(tokens) :] = tokens, True
                 limits[r] = min(decoding.max_extra, max_length - len(tokens))
         numbers = np.resize(np.asarray(numbers, np.uint32), batch_size) + np.uint32(self._calls)

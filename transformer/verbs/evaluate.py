@@ -1,7 +1,13 @@
-"""`evaluate`: evaluate a run on its held-out text: loss, perplexity, BLEU, chrF, bits per byte."""
+"""`evaluate`: evaluate a run on its held-out text: loss, perplexity, BLEU, chrF, bits per byte.
+
+Evaluate a run on its held-out text. Or evaluate it on tasks of EleutherAI's lm-evaluation-harness
+(extra [eval]), whose results are written to tasks.json in the run directory.
+"""
 
 import sys
+from pathlib import Path
 
+from transformer.errors import UserError
 from transformer.output import BOLD, event, styled
 from transformer.verbs.common import folder, open_run
 
@@ -13,6 +19,10 @@ def arguments(parser) -> None:
     add, parts = parser.add_argument, ("valid", "test")
     add("--workdir", required=True, type=folder, metavar="DIR", help="the run")
     add("--part", default="test", choices=parts, help="the text (default: test)")
+    add("--tasks", metavar="A,B", help="tasks of lm-evaluation-harness, instead of the text")
+    add("--include-path", type=Path, metavar="DIR", help="a folder with tasks of your own")
+    add("--num-fewshot", type=int, metavar="N", help="examples in each prompt")
+    add("--limit", type=int, metavar="N", help="documents of each task; default: all")
 
 
 def run(args, overrides) -> int:
@@ -20,7 +30,13 @@ def run(args, overrides) -> int:
     from transformer.parallel.processes import is_first
     from transformer.runs.evaluate import evaluate, load_trained
 
+    of_tasks = {"--include-path": args.include_path, "--num-fewshot": args.num_fewshot}
+    for option, value in (of_tasks | {"--limit": args.limit}).items():
+        if value is not None and not args.tasks:
+            raise UserError(f"{option}: has no effect without --tasks; name tasks")
     config, mesh = open_run(args, overrides)
+    if args.tasks:
+        return _run_tasks(args, config, mesh)
     with use(mesh):
         metrics = evaluate(load_trained(args.workdir, config, mesh), mesh, args.part)
     # Without the values of each layer and head
@@ -34,4 +50,24 @@ def run(args, overrides) -> int:
     if len(summary) < len(metrics) and is_first():
         omitted = len(metrics) - len(summary)
         print(f"and {omitted:,} values by layer: {args.workdir / args.part}.json")
+    return 0
+
+
+def _run_tasks(args, config, mesh) -> int:
+    from transformer.parallel.mesh import use
+    from transformer.parallel.processes import is_first
+    from transformer.runs.evaluate import load_trained
+
+    try:
+        from transformer.harness import evaluate_tasks
+    except ImportError as e:
+        way_out = "the extra [eval]: pip install -e '.[eval]'"
+        raise UserError(f"--tasks: needs {way_out} ({e})") from None
+    with use(mesh):
+        trained = load_trained(args.workdir, config, mesh)
+    names = [name.strip() for name in args.tasks.split(",") if name.strip()]
+    options = {"num_fewshot": args.num_fewshot, "limit": args.limit}
+    table = evaluate_tasks(trained, names, args.include_path, **options)
+    if is_first():
+        print(table)
     return 0

@@ -1,0 +1,204 @@
+"""Log-probabilities and embeddings of given texts, batched by length.
+
+Shape suffixes: B batch, T length, D d_model, V vocabulary.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from transformer.data.batching import assemble
+from transformer.data.objectives.base import Segment, continued, shifted
+from transformer.data.tokenizer import Tokenizer
+from transformer.errors import UserError, look_up
+from transformer.evaluation.subject import Subject, token_losses
+from transformer.model.pooling import POOLINGS
+from transformer.training.config import TrainTask
+
+Pair = tuple[Sequence[int], Sequence[int]]
+"""The ids of a context and of its continuation."""
+
+
+class Scores(NamedTuple):
+    """The tokens of a continuation: log-probabilities in nats, and whether each is the argmax."""
+
+    logp: np.ndarray
+    is_greedy: np.ndarray
+    pieces: list[str] | tuple = ()  # the tokens, for display
+
+
+@dataclasses.dataclass
+class Scorer:
+    """Computes log p(continuation | context) for a decoder or an encoder-decoder.
+
+    A decoder reads context and continuation in one sequence; a context that is too long loses its
+    first tokens. In an encoder-decoder, the encoder reads the context and eos. `cut` counts the
+    contexts that were cut.
+    """
+
+    config: TrainTask
+    params: Any
+    tokenizer: Tokenizer
+    mesh: Mesh
+    batch_size: int = 32
+    cut: int = 0
+
+    def __post_init__(self):
+        model = self.config.model
+        if model.family == "encoder" or not self.config.objective.predicts_tokens:
+            problem = f"{self.config.objective.name!r} does not train a probability of texts"
+            raise UserError(f"data.objective: {problem}; causal_lm, prefix_lm and seq2seq do")
+        self._subject = Subject(self.config, None, "", self.mesh)
+        parts = self._subject.share.parts
+        self.batch_size = -(-self.batch_size // parts) * parts
+
+    def __call__(
+        self, pairs: Sequence[Pair], progress: Callable[[int], None] = lambda done: None
+    ) -> list[Scores]:
+        """Returns the scores of each continuation. Raises UserError if one is too long."""
+        segments = [self._segment(*pair) for pair in pairs]
+        length = lambda x: max(len(x.inputs), 0 if x.source is None else len(x.source))
+        widths = _by_width(list(map(length, segments)), self.config.model.max_length)
+        results: list[Scores] = [Scores(np.zeros(0), np.zeros(0, bool))] * len(pairs)
+        done = 0
+        for width, members in widths.items():
+            for start in range(0, len(members), self.batch_size):
+                batch = members[start : start + self.batch_size]
+                scored = self._run(width, [segments[i] for i in batch])
+                for i, scores in zip(batch, scored, strict=True):
+                    results[i] = scores
+                progress(done := done + len(batch))
+        return results
+
+    def _segment(self, context: Sequence[int], continuation: Sequence[int]) -> Segment:
+        model, room = self.config.model, self.config.model.max_length
+        if len(continuation) > room:
+            problem = f"a text of {len(continuation):,} tokens exceeds model.max_length = {room:,}"
+            raise UserError(f"texts: {problem}; split it")
+        targets = np.array(continuation, np.int32)
+        if model.is_encoder_decoder:
+            self.cut += len(context) > room - 1
+            source = np.array([*context[: room - 1], self.tokenizer.eos], np.int32)
+            return Segment(shifted(self.tokenizer.bos, targets), targets, source)
+        first, *rest = context[-(room + 1 - len(targets)) :]
+        self.cut += len(rest) + 1 < len(context)
+        segment = continued(first, np.array(rest, np.int32), targets)
+        return segment if model.prefix_lm else dataclasses.replace(segment, prefix=None)
+
+    def _run(self, width: int, segments: Sequence[Segment]) -> list[Scores]:
+        share = self._subject.share
+        rows = [[segments[min(i, len(segments) - 1)]] for i in share.sequences(self.batch_size)]
+        run = self._subject.program("scores", self._scores)
+        arrays = jax.device_get(run(self.params, share.place(assemble(rows, width))))
+        results = []
+        for logp, is_greedy, positions, weights in zip(*map(np.asarray, arrays), strict=True):
+            scored = np.flatnonzero(weights)
+            scored = scored[np.argsort(positions[scored])]  # the mesh may have reordered positions
+            results.append(Scores(logp[scored], is_greedy[scored]))
+        return results[: len(segments)]
+
+    def _scores(self, params, batch):
+        (h_BxTxD, head), _, batch = self._subject.watch(params, batch)
+
+        def of_chunk(h_BxTxD, targets_BxT):
+            logits_BxTxV = head(h_BxTxD)
+            is_greedy_BxT = jnp.argmax(logits_BxTxV, axis=-1) == targets_BxT
+            return -token_losses(logits_BxTxV, targets_BxT), is_greedy_BxT
+
+        logp_BxT, is_greedy_BxT = self._subject.in_chunks(of_chunk, h_BxTxD, batch["targets"])
+        return logp_BxT, is_greedy_BxT, batch["positions"], batch["weights"]
+
+
+def _by_width(lengths: Sequence[int], max_length: int) -> dict[int, list[int]]:
+    """Sorts sequences into buckets: width (a power of two from 16) -> indices, shortest first."""
+    widths: dict[int, list[int]] = {}
+    for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):
+        width = min(max(16, 1 << (lengths[i] - 1).bit_length()), max_length)
+        widths.setdefault(width, []).append(i)
+    return widths
+
+
+def embed_texts(
+    config: TrainTask, params: Any, tokenizer: Tokenizer, mesh: Mesh, texts: Sequence[str],
+    pooling: str, batch_size: int,
+) -> np.ndarray:  # fmt: skip
+    """Returns the pooled last hidden states of the encoder, or of the only stack: [texts, D].
+
+    A text is read as in training: between bos and eos (encoder), before eos (encoder-decoder) or
+    after bos (decoder). A longer text than the model's length is cut.
+    """
+    pool, subject = look_up(POOLINGS, pooling, "pooling"), Subject(config, None, "", mesh)
+    family, room = config.model.family, config.model.max_length
+    first = tokenizer.source_prefix_ids if family == "encoder_decoder" else [tokenizer.bos]
+    last = [] if family == "decoder" else [tokenizer.eos]
+    encoded = tokenizer.encode(texts)
+    ids = [[*first, *text[: room - len(first) - len(last)], *last] for text in encoded]
+    parts = subject.share.parts
+    batch_size = -(-batch_size // parts) * parts
+
+    def pooled(params, tokens_BxT, real_BxT):
+        method = "encode" if family == "encoder_decoder" else "hidden"
+        options = {"padding_mask": real_BxT, "deterministic": True, "method": method}
+        h_BxTxD, _ = subject.model.apply(params, tokens_BxT, **options)
+        return pool(h_BxTxD.astype(jnp.float32), real_BxT[..., None])
+
+    results = np.zeros((len(texts), config.model.d_model), np.float32)
+    for width, members in _by_width(list(map(len, ids)), room).items():
+        for start in range(0, len(members), batch_size):
+            batch = members[start : start + batch_size]
+            tokens, real = np.zeros((2, batch_size, width), np.int32)
+            for row, i in enumerate(batch):
+                tokens[row, : len(ids[i])], real[row, : len(ids[i])] = ids[i], 1
+            mine = subject.share.sequences(batch_size)
+            placed = subject.share.place({"tokens": tokens[mine], "real": real[mine] > 0})
+            h_BxD = subject.program("pooled", pooled)(params, placed["tokens"], placed["real"])
+            results[batch] = np.asarray(h_BxD)[: len(batch)]
+    return results
+
+
+def score_texts(scorer: Scorer, texts: Sequence[str], contexts: Sequence[str]) -> list[Scores]:
+    """Scores each text after its context; both are tokenized together, except in a translator.
+
+    A text that exceeds the model's length after no context is scored in several windows.
+    """
+    tokenizer, is_pair = scorer.tokenizer, scorer.config.model.is_encoder_decoder
+    encode = lambda texts: tokenizer.encode(texts) if texts else []
+    before = encode(contexts)
+    if is_pair:
+        before = [[*tokenizer.source_prefix_ids, *ids] for ids in before]
+        after = tokenizer.encode_targets(texts)
+    else:
+        both = encode([context + text for context, text in zip(contexts, texts, strict=True)])
+        after = [ids[len(x) :] for ids, x in zip(both, before, strict=True)]
+        before = [[tokenizer.bos, *ids] for ids in before]
+    room = scorer.config.model.max_length
+    is_long = lambda context, text: not is_pair and len(context) == 1 and len(text) > room
+    parts = [
+        windows(*x, text, room) if is_long(x, text) else [(x, text)]
+        for x, text in zip(before, after, strict=True)
+    ]
+    scored = iter(scorer([pair for of_text in parts for pair in of_text]))
+    results = []
+    for of_text, ids in zip(parts, after, strict=True):
+        of_parts = [next(scored) for _ in of_text]
+        logp, is_greedy = (np.concatenate([x[i] for x in of_parts]) for i in (0, 1))
+        results.append(Scores(logp, is_greedy, [tokenizer.piece(i) for i in ids]))
+    return results
+
+
+def windows(first: int, ids: Sequence[int], length: int) -> list[Pair]:
+    """Splits a text into continuations of at most `length` tokens, each with its context.
+
+    Every token is scored once. `first` is the context of the first token. The context of a later
+    window is the token before it; the last window has as much context as its sequence has room for.
+    """
+    pairs: list[Pair] = [([first], ids[:length])] if ids else []
+    for start in range(length, len(ids), length):
+        stop = min(start + length, len(ids))
+        pairs.append((ids[max(stop - length - 1, 0) : start], ids[start:stop]))
+    return pairs

@@ -1,0 +1,155 @@
+"""Runs as models of EleutherAI's lm-evaluation-harness (extra [eval]).
+
+from transformer.harness import HarnessLM
+results = lm_eval.simple_evaluate(HarnessLM("runs/lm_small"), tasks=["lambada_openai"])
+"""
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from lm_eval import simple_evaluate
+from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
+from lm_eval.tasks import TaskManager
+from lm_eval.utils import handle_non_serializable, make_table
+
+from transformer.api import load_run
+from transformer.decoding.generate import Generator, check_tokenizer
+from transformer.errors import UserError, nearest
+from transformer.evaluation.scorer import Scorer, windows
+from transformer.files import write_atomic
+from transformer.mapping import apply_overrides
+from transformer.parallel.mesh import use
+from transformer.parallel.processes import is_first
+from transformer.runs.evaluate import LoadedRun
+from transformer.runs.metrics import append_metrics
+from transformer.runs.rundir import is_converted
+
+
+class HarnessLM(TemplateLM):
+    """A run as a model of the harness. Every process of a run gets all requests.
+
+    Args:
+      run: a run from `load_run`, or a run directory.
+      batch_size: sequences in a batch; by default, `decoding.batch_size`.
+      add_bos_token: whether a text begins with bos. By default, it does unless the run was
+        converted and its tokenizer.json adds none, such as GPT-2's.
+      max_gen_toks: tokens to generate where a task does not say.
+    """
+
+    def __init__(
+        self,
+        run: LoadedRun | str | os.PathLike,
+        batch_size: int | None = None,
+        add_bos_token: bool | None = None,
+        max_gen_toks: int = 256,
+    ):
+        super().__init__()
+        self.run = run = run if isinstance(run, LoadedRun) else load_run(run)
+        check_tokenizer(run.tokenizer)
+        self.backend = "seq2seq" if run.config.model.is_encoder_decoder else "causal"
+        if add_bos_token is None:
+            add_bos_token = run.tokenizer.adds_bos or not is_converted(run.workdir)
+        self.add_bos_token, self.max_gen_toks = add_bos_token, max_gen_toks
+        size = batch_size or run.config.decoding.batch_size
+        self._scorer = Scorer(run.config, run.params, run.tokenizer, run.mesh, size)
+        self._rank = 0 if is_first() else 1  # only the first process reports
+
+    @property
+    def eot_token_id(self) -> int:
+        return self.run.tokenizer.eos
+
+    @property
+    def prefix_token_id(self) -> int:
+        return self.run.tokenizer.bos
+
+    @property
+    def max_length(self) -> int:
+        return self.run.config.model.max_length
+
+    @property
+    def tokenizer_name(self) -> str:
+        return self.run.tokenizer.sha256
+
+    def tok_encode(self, string, add_special_tokens=None, **_):
+        ids, bos = self.run.tokenizer.encode([string])[0], self.run.tokenizer.bos
+        wanted = self.add_bos_token if add_special_tokens is None else add_special_tokens
+        return [bos, *ids] if wanted and self.backend == "causal" and ids[:1] != [bos] else ids
+
+    def _loglikelihood_tokens(self, requests, disable_tqdm=False, **_):
+        with use(self.run.mesh):
+            scored = self._scorer([pair for _, *pair in requests])
+        results = [(float(scores.logp.sum()), bool(scores.is_greedy.all())) for scores in scored]
+        for (request, *_), result in zip(requests, results, strict=True):
+            if request is not None:
+                self.cache_hook.add_partial("loglikelihood", request, result)
+        return results
+
+    def loglikelihood_rolling(self, requests, disable_tqdm=False):
+        ids = [self.tok_encode(*request.args) for request in requests]
+        parts = [windows(self.prefix_token_id, text, self.max_length) for text in ids]
+        pairs = [(None, *pair) for of_text in parts for pair in of_text]
+        scores = iter(self._loglikelihood_tokens(pairs))
+        return [sum(next(scores)[0] for _ in of_text) for of_text in parts]
+
+    def generate_until(self, requests, disable_tqdm=False):
+        groups: dict[str, list[int]] = {}
+        for i, request in enumerate(requests):
+            groups.setdefault(repr(request.args[1]), []).append(i)
+        results = [""] * len(requests)
+        for members in groups.values():
+            contexts = [requests[i].args[0] for i in members]
+            generated = self._generate(contexts, requests[members[0]].args[1])
+            for i, text in zip(members, generated, strict=True):
+                results[i] = text
+                self.cache_hook.add_partial("generate_until", requests[i].args, text)
+        return results
+
+    def _generate(self, contexts: Sequence[str], options: dict) -> list[str]:
+        """Generates until `options["until"]`, with the harness's names of options."""
+        options = normalize_gen_kwargs(dict(options), self.max_gen_toks)
+        until = handle_stop_sequences(options.pop("until", None), eos=None)
+        fields = {"max_extra": options["max_gen_toks"], "temperature": 0.0, "beam_size": 1}
+        if options.get("do_sample"):
+            names = ("temperature", "top_k", "top_p")
+            fields |= {name: options[name] for name in names if name in options}
+        changes = {f"decoding.{name}": value for name, value in fields.items()}
+        config, run = apply_overrides(self.run.config, changes), self.run
+        with use(run.mesh):
+            generator = Generator(config, run.params, run.tokenizer, add_bos=self.add_bos_token)
+            texts = generator(contexts)
+        for stop in filter(None, until):
+            texts = [text.split(stop)[0] for text in texts]
+        return texts
+
+
+def evaluate_tasks(
+    run: LoadedRun, tasks: Sequence[str], include_path: Path | None = None, **options
+) -> str:
+    """Evaluates a run on tasks of the harness and returns a table of the results.
+
+    `options` are those of `lm_eval.simple_evaluate`. Writes the results and the samples to
+    `tasks.json` in the run directory, and the metrics to `metrics.jsonl` as `tasks/TASK/METRIC`.
+    """
+    manager = TaskManager(include_path=str(include_path) if include_path else None)
+    for name in tasks:
+        if not manager.match_tasks([name]):
+            raise UserError(f"--tasks: no task {name!r}; {nearest(name, manager.all_tasks)}")
+    model = HarnessLM(run)
+    results = simple_evaluate(model, tasks=list(tasks), task_manager=manager, **options)
+    if results is None:  # not the first process
+        return ""
+    results.pop("config", None)
+    text = json.dumps(results, indent=1, default=handle_non_serializable, ensure_ascii=False)
+    write_atomic(run.workdir / "tasks.json", text)
+    metrics = {}
+    for task, values in results["results"].items():
+        for name, value in values.items():
+            metric, _, filtered = name.partition(",")
+            metric += f"_{filtered}" if filtered not in ("", "none") else ""
+            if isinstance(value, (int, float)):
+                metrics[f"tasks/{task}/{metric}"] = float(value)
+    append_metrics(run.workdir, run.step, metrics)
+    return make_table(results)
