@@ -76,10 +76,7 @@ def open_directory(directory: Path) -> tuple[Family, dict, Tensors]:
 
 
 def open_hf(directory: str | os.PathLike) -> tuple[dict[str, Shape], Callable[[str], np.ndarray]]:
-    """Returns the shapes of our parameters in a Hugging Face directory, and a function to read one.
-
-    Both use the paths of unrolled layers.
-    """
+    """Returns the shapes of our parameters by unrolled path, and a function to read one."""
     family, theirs, tensors = open_directory(Path(directory))
     return _by_layer(family, family.our_config(theirs, frozenset(tensors.names)), tensors)
 

@@ -86,21 +86,14 @@ def values(x) -> np.ndarray | None:
 
 
 def check_sources(sources: int, targets: int, shared: bool) -> None:
-    """Raises UserError unless each target sequence has a source.
-
-    One source serves all targets. In decoding (`shared`), several sequences, the beams of a
-    sentence, share each source.
-    """
+    """Raises UserError unless there is one source, one per target or, if `shared`, per several."""
     if sources not in (1, targets) and (not shared or targets % sources):
         way_out = "pass one source for each target"
         raise UserError(f"source: {sources} sequences, but the target has {targets}; {way_out}")
 
 
 def check_same_documents(segment_ids, source_segment_ids) -> None:
-    """Raises UserError if only the source or only the target is packed.
-
-    Document n of the target attends to document n of the source, so both need segment ids.
-    """
+    """Raises UserError if one side alone is packed: document n attends to document n."""
     for field, ids, missing, other_ids in (
         ("segment_ids", segment_ids, "source_segment_ids", source_segment_ids),
         ("source_segment_ids", source_segment_ids, "segment_ids", segment_ids),

@@ -29,10 +29,7 @@ from transformer.model.watch import watched
 
 
 class Residual(nn.Module):
-    """Wraps sublayers f with the same input x.
-
-    y = out_norm(a x + s * sum over f of gate l res_norm(dropout(f(in_norm(x)))))
-    """
+    """The connection of one sublayer f, or of parallel ones with the same input x."""
 
     config: ModelConfig
     side: str  # encoder | decoder

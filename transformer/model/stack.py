@@ -44,10 +44,7 @@ class Layer(nn.Module):
     def __call__(
         self, carry: Carry, own: tuple[LayerState | None, Any], position, context: Context
     ) -> tuple[Carry, LayerState | None]:
-        """Returns the carry after this layer and, in decoding, the layer's new state.
-
-        `own` is the layer's state and its number in the stack.
-        """
+        """Returns the next carry and layer state, if decoding. `own`: state and layer number."""
         cfg, placement, (state, index) = self.config, self.config.placement(self.side), own
         streams, passed = carry
         context = context.replace(layer=index, passed=passed)
@@ -88,10 +85,7 @@ class Period(nn.Module):
 
     @nn.compact
     def __call__(self, carry: Carry, own: tuple, schemes, context: Context):
-        """Applies the layers in order, each with its state and position scheme.
-
-        `own` is the states of the layers, if any, and the number of this repetition.
-        """
+        """Applies the layers in order. `own`: their states, if any, and the repetition's number."""
         (states, index), new_states = own, []
         for i, (layer, position) in enumerate(zip(self.layers, schemes, strict=True)):
             own = states and states[i], index * len(self.layers) + i
@@ -117,10 +111,7 @@ class Stack(nn.Module):
         deterministic: bool = True,
         dropout_rate: jax.Array | None = None,
     ) -> tuple[jax.Array, Cache | None]:
-        """Returns the residual stream after the last layer and the updated cache, if any.
-
-        `dropout_rate` overrides the config's rate.
-        """
+        """Returns the residual stream after the last layer and the updated cache, if any."""
         cfg = self.config
         if cfg.random_positions and not deterministic:
             tokens = self._spread(tokens)
@@ -170,10 +161,7 @@ class Stack(nn.Module):
         )
 
     def _schemes(self) -> tuple[positions.Position, ...]:
-        """Returns the distinct position schemes of all layers, each bound to its parameters.
-
-        The parameter names of all but the first scheme end in a number.
-        """
+        """Returns the distinct schemes, bound to their parameters; from the second on, numbered."""
         schemes = []
         for scheme, facts in distinct_schemes(self.config, self.side)[0]:
             suffix = f"_{len(schemes)}" if schemes else ""
@@ -195,10 +183,7 @@ class Stack(nn.Module):
         return tuple(at_tokens[i] for i in distinct_schemes(self.config, self.side)[1])
 
     def _layers(self, carry: Carry, cache: Cache | None, schemes, context: Context, deterministic):
-        """Applies all layers: unrolled, scanned or pipelined.
-
-        Returns the carry and the new states of the layers.
-        """
+        """Applies all layers, unrolled, scanned or pipelined. Returns carry and new states."""
         cfg, configs = self.config, self.config.layers(self.side)
         if not cfg.scan_layers:
             states, out_gain = [], self._out_gain()
@@ -236,10 +221,7 @@ class Stack(nn.Module):
         return functools.partial(cls, config, self.side, out_gain, deterministic)
 
     def _out_gain(self) -> float:
-        """Returns 1 / sqrt(number of the base's sublayers) with `residual_init_scale`, else 1.
-
-        (Radford et al. 2019, sec. 2.3)
-        """
+        """Returns 1 / sqrt(number of the base's sublayers) or 1 (Radford et al. 2019, sec. 2.3)."""
         if not self.config.residual_init_scale:
             return 1.0
         layers = self.config.layers(self.side)
@@ -359,8 +341,5 @@ def _scanned(cls: type[nn.Module], length: int, axis: str) -> type[nn.Module]:
 
 
 def hide_padding(x_BxTxD: jax.Array, tokens: Tokens) -> jax.Array:
-    """Sets the vectors of padding to zero.
-
-    A mask gives padding zero weight, but zero times NaN is NaN, also in gradients.
-    """
+    """Sets the vectors of padding to zero: zero weight times NaN is NaN, also in gradients."""
     return jnp.where((tokens.segments_BxT > 0)[..., None], x_BxTxD, 0)

@@ -15,10 +15,7 @@ WATCHED = ("sizes", "streams", "heads", "maps")
 
 
 def watched(module: nn.Module, what: str) -> bool:
-    """Returns whether the collection `what` is requested from this module.
-
-    During initialization it is not, although every collection is mutable then.
-    """
+    """Returns whether this module is to record the collection `what`; not in initialization."""
     return module.is_mutable_collection(what) and not module.is_initializing()
 
 

@@ -284,10 +284,7 @@ def _items(state: TrainState) -> dict:
 
 
 def _parts(items: Mapping[str, Any], limit: int) -> Iterator[dict[str, Any]]:
-    """Splits the arrays of the items into parts of at most `limit` bytes, or one array.
-
-    Each part has placeholders for the other arrays.
-    """
+    """Yields the items in parts of at most `limit` bytes, or one array; `...` for the others."""
     leaves, structure = jax.tree.flatten(dict(items))
     parts, part_bytes = [{}], 0  # of each part: index of a leaf -> leaf
     for i, x in enumerate(leaves):

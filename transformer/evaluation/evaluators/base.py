@@ -44,10 +44,7 @@ class Evaluator:
         return UserError(f"train.evaluators: {self.name}: {problem}")
 
     def why_not(self, task: TrainTask) -> str | None:
-        """Returns why the evaluator does not apply to an experiment, or None if it applies.
-
-        In the error message, the text follows the evaluator's name.
-        """
+        """Returns why the evaluator cannot measure an experiment ("requires ..."), or None."""
         return None
 
     def measured_text(self, task: TrainTask) -> str:

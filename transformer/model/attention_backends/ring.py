@@ -175,10 +175,7 @@ def _forward(plan: _Plan, q, k, v, inputs: Inputs):
 
 
 def _backward(plan: _Plan, q, k, v, inputs: Inputs, out, lse_BxNxT, d_out):
-    """Returns the gradients of a device's queries, keys and values, and of the learned inputs.
-
-    The latter are summed over devices.
-    """
+    """Returns the gradients of a device's q, k, v and, over all devices, of the learned inputs."""
     dtypes, learned = (q.dtype, k.dtype, v.dtype), (inputs.position, inputs.sink_N)
     (q, q_tokens, out, d_out) = cut((q, inputs.q_tokens, out, d_out), plan.sizes[0])
     k, v, k_tokens = cut((k, v, inputs.k_tokens), plan.sizes[1])

@@ -1,4 +1,4 @@
-"""The interface of feed-forwards."""
+"""The interface of feed-forwards, which act on each token. Their fields are options of configs."""
 
 import dataclasses
 from collections.abc import Callable
@@ -16,11 +16,7 @@ Config = Any
 
 @dataclasses.dataclass(frozen=True)
 class FeedForward:
-    """The base class of feed-forwards.
-
-    Register a subclass with `@FEED_FORWARDS.register("name")`. Its fields are the options that a
-    config may set.
-    """
+    """The base class of feed-forwards. Register one with `@FEED_FORWARDS.register("name")`."""
 
     exists: ClassVar[bool] = True
     """Whether a layer has the sublayer. Otherwise, `build` is not called."""

@@ -1,4 +1,4 @@
-"""The interface of token mixers, and the inputs that every layer receives.
+"""The interface of token mixers, which move information between tokens, and inputs of layers.
 
 A mixer owns its options (the fields of its dataclass), its parameters and forward pass (the module
 that `build` constructs), and its decoding state. The rest of the code treats the state as opaque.

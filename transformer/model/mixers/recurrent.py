@@ -190,11 +190,7 @@ class Recurrence(nn.Module):
 
 
 class Directions(nn.Module):
-    """A recurrence from the first token to the last, without a source.
-
-    With several `directions`, a recurrence from each end, whose outputs are concatenated (Schuster
-    & Paliwal 1997).
-    """
+    """A recurrence from the first token on or, joined, from both ends (Schuster & Paliwal 1997)."""
 
     config: ModelConfig
     kind: Recurrent

@@ -115,7 +115,7 @@ class Position:
     bias: adds a function of the two positions to the attention logits.
     score: changes the attention logits, given queries and keys.
     value: changes the attention output.
-    terms: describes what the scheme adds by distance, for fused kernels.
+    terms: what the scheme adds by distance. Fused kernels use it instead of score and value.
 
     By default, hooks do nothing. A config can set the fields that are declared with
     `option(default)`, and `check` rejects invalid values. `bind` and `bind_layer` declare
@@ -138,10 +138,7 @@ class Position:
         return self
 
     def at(self, positions_BxT: jax.Array) -> "Position":
-        """Returns the scheme with all values that depend on positions alone.
-
-        They are computed once per stack instead of once per layer.
-        """
+        """Returns the scheme with all values that depend on positions alone, once per stack."""
         return self
 
     def embed(self, x_BxTxD: jax.Array, positions_BxT: jax.Array) -> jax.Array:
@@ -165,10 +162,7 @@ class Position:
         return None
 
     def bias(self, q_positions_BxT: jax.Array, k_positions_BxS: jax.Array) -> jax.Array | None:
-        """Returns float32[B, N, T, S], to be added to the scaled logits, or None.
-
-        A scheme that depends on distances alone overrides `distance_bias` instead.
-        """
+        """Returns float32[B, N, T, S] to add to the scaled logits, or None; see `distance_bias`."""
         distance_BxTxS = q_positions_BxT[:, :, None] - k_positions_BxS[:, None, :]
         bias, shape = self.distance_bias(distance_BxTxS), list(distance_BxTxS.shape)
         if bias is None:
@@ -184,17 +178,11 @@ class Position:
     def score(
         self, logits_BxNxTxS: jax.Array, q_BxTxNxH: jax.Array, k_BxSxNxH: jax.Array, pair: "Pair"
     ) -> jax.Array:
-        """Returns the scaled logits with position terms that depend on queries and keys.
-
-        Fused kernels use `terms` instead.
-        """
+        """Returns the scaled logits with position terms that depend on queries and keys."""
         return logits_BxNxTxS
 
     def value(self, out_BxTxNxH: jax.Array, weights_BxNxTxS: jax.Array, pair: "Pair") -> jax.Array:
-        """Returns the attention output with position terms added.
-
-        Fused kernels use `terms` instead.
-        """
+        """Returns the attention output with position terms added."""
         return out_BxTxNxH
 
     def terms(self, distance_D: jax.Array, scale: float) -> Terms:

@@ -111,10 +111,7 @@ class T5Bias(Position):
 
 
 def t5_bucket(distance: jax.Array, num_buckets: int, max_distance: int, causal: bool) -> jax.Array:
-    """Returns the bucket of each distance (key minus query), int32, of the same shape.
-
-    This is T5's `_relative_position_bucket`.
-    """
+    """Returns each distance's bucket, int32 (key minus query; T5's `_relative_position_bucket`)."""
     if causal:
         offset, distance = 0, jnp.maximum(-distance, 0)
     else:
