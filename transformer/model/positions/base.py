@@ -35,8 +35,8 @@ def option(default):
 
 
 def fact(default=None):
-    """Declares a static field that `bind` fills in from the stack."""
-    return struct.field(pytree_node=False, default=default)
+    """Declares a static field that `bind` sets to the StackFacts of the same name."""
+    return struct.field(pytree_node=False, default=default, metadata={"fact": True})
 
 
 def declare(param: Param, facts: "StackFacts", name: str, shape, names, init) -> jax.Array:
@@ -130,8 +130,9 @@ class Position:
         return None
 
     def bind(self, param: Param, facts: StackFacts) -> "Position":
-        """Returns the scheme with its parameters, which `param` declares once per stack."""
-        return self
+        """Returns the scheme with its facts and parameters, declared by `param` once per stack."""
+        names = [field.name for field in dataclasses.fields(self) if "fact" in field.metadata]
+        return self.replace(**{name: getattr(facts, name) for name in names}) if names else self
 
     def bind_layer(self, param: Param, facts: StackFacts) -> "Position":
         """Returns the scheme with one layer's parameters, declared in its self-attention."""

@@ -72,9 +72,6 @@ class Sandwich(Position):
             return f"model.position.width: {self.width} must be even and positive"
         return None
 
-    def bind(self, param, facts):
-        return self.replace(num_heads=facts.num_heads)
-
     def distance_bias(self, distance):
         d = jnp.abs(distance).astype(jnp.float32)
         index = jnp.arange(self.width // 2, dtype=jnp.float32) + self.first_index

@@ -51,9 +51,6 @@ class PoPE(Position):
     def key_size(self, facts):
         return 2 * facts.d_head
 
-    def bind(self, param, facts):
-        return self.replace(d_head=facts.d_head)
-
     def bind_layer(self, param, facts):
         uniform = lambda *args: -2 * math.pi * jax.random.uniform(*args)
         init = nn.initializers.zeros if self.start == "zero" else uniform

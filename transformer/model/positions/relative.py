@@ -48,11 +48,12 @@ class ALiBi(Position):
         return None
 
     def bind(self, param, facts):
-        slopes_N = None
-        if self.slopes == "learned":
-            start = lambda key, shape, dtype: jnp.asarray(alibi_slopes(*shape), dtype)
-            slopes_N = declare(param, facts, "slopes", (facts.num_heads,), ("heads",), start)
-        return self.replace(num_heads=facts.num_heads, slopes_N=slopes_N)
+        scheme = super().bind(param, facts)
+        if self.slopes != "learned":
+            return scheme
+        start = lambda key, shape, dtype: jnp.asarray(alibi_slopes(*shape), dtype)
+        slopes_N = declare(param, facts, "slopes", (facts.num_heads,), ("heads",), start)
+        return scheme.replace(slopes_N=slopes_N)
 
     def distance_bias(self, distance):
         slopes_N = self.slopes_N
@@ -103,7 +104,7 @@ class T5Bias(Position):
         shape, names = (self.num_buckets, facts.num_heads), ("buckets", "heads")
         init = nn.initializers.normal((facts.d_model / facts.m_D) ** -0.5)
         table = declare(param, facts, "relative_bias", shape, names, init)
-        return self.replace(causal=facts.causal, table_RxN=table)
+        return super().bind(param, facts).replace(table_RxN=table)
 
     def distance_bias(self, distance):
         bucket = t5_bucket(-distance, self.num_buckets, self.max_distance, self.causal)

@@ -60,9 +60,6 @@ class Rotary(Position):
     def _scaling(self) -> Scaling:
         return SCALINGS.build(self.scaling)
 
-    def bind(self, param, facts):
-        return self.replace(d_head=facts.d_head)
-
     def at(self, positions_BxT):
         rotated = int(self.d_head * self.fraction)
         length_B = jnp.max(positions_BxT, axis=1) + 1

@@ -94,9 +94,6 @@ class XPos(Position):
     def key_size(self, facts):
         return facts.d_head * self._blocks(facts.max_length)
 
-    def bind(self, param, facts):
-        return self.replace(d_head=facts.d_head, max_length=facts.max_length)
-
     def at(self, positions_BxT):
         length, blocks = self._block_length, self._blocks(self.max_length)
         rows = -(-self.max_length // _ROW)
