@@ -109,13 +109,8 @@ class Terms:
 class Position:
     """The base class of position schemes. A scheme overrides the hooks that it needs.
 
-    embed: adds positions to the token embeddings.
-    rotate: rotates queries and keys.
-    distance_bias: adds a function of the distance to the attention logits.
-    bias: adds a function of the two positions to the attention logits.
-    score: changes the attention logits, given queries and keys.
-    value: changes the attention output.
-    terms: what the scheme adds by distance. Fused kernels use it instead of score and value.
+    None acts in cross-attention. Unless a scheme says otherwise, the cache needs nothing but the
+    positions that are stored with the keys, from which distances come.
 
     By default, hooks do nothing. A config can set the fields that are declared with
     `option(default)`, and `check` rejects invalid values. `bind` and `bind_layer` declare
@@ -255,7 +250,6 @@ class NoPE(Position):
     token attends to. Without one, attention ignores order: permuting tokens permutes outputs.
 
     Parameters: none.
-    Cross-attention: not applied.
     Cache: unaffected.
     Beyond the training length: well defined.
     """

@@ -59,8 +59,6 @@ class Shaw(Position):
     distance, which the heads of a layer share.
 
     Parameters: (2 * max_distance + 1) * (d_head + d_value) per layer.
-    Cross-attention: not applied.
-    Cache: distances come from the positions that are stored with the keys.
     Beyond the training length: extrapolates for a while; all longer distances share a vector.
     """
 
@@ -117,8 +115,6 @@ class TransformerXL(Position):
     p is the sinusoidal embedding of the distance. Each layer has its own W_R, u and v.
 
     Parameters: d_model * num_heads * d_head + 2 * num_heads * d_head per layer.
-    Cross-attention: not applied.
-    Cache: distances come from the positions that are stored with the keys.
     Beyond the training length: degrades slowly.
     Cost: T * S sinusoidal embeddings of size d_model, and their products with queries.
     """
@@ -175,8 +171,6 @@ class Deberta(Position):
     projections K and Q of p. The config's scale is divided by sqrt(3) for the three terms.
 
     Parameters: 2 * max_distance * d_model per stack, 2 * d_model * num_heads * d_head per layer.
-    Cross-attention: not applied.
-    Cache: distances come from the positions that are stored with the keys.
     Beyond the training length: all longer distances share a vector.
     """
 
@@ -236,7 +230,6 @@ class CoPE(Position):
 
     Parameters: max_positions * d_head per layer.
     Mask: must be causal.
-    Cross-attention: not applied.
     Cache: keys are stored in the order of their positions, so that counts are unaffected.
     Beyond the training length: extrapolates where counts stay small.
     """

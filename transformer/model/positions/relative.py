@@ -26,8 +26,6 @@ class ALiBi(Position):
         for all heads or one for each. Hewitt's notes have (1.0,).
 
     Parameters: none; with learned slopes, num_heads per stack.
-    Cross-attention: not applied.
-    Cache: distances come from the positions that are stored with the keys.
     Beyond the training length: extrapolates.
     """
 
@@ -82,8 +80,6 @@ class T5Bias(Position):
     buckets are for keys after the query. The layers of a stack share the table.
 
     Parameters: num_buckets * num_heads per stack.
-    Cross-attention: not applied.
-    Cache: distances come from the positions that are stored with the keys.
     Beyond the training length: extrapolates for a while; all distances over `max_distance` share a
         bucket.
     """

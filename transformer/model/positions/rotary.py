@@ -31,7 +31,6 @@ class Rotary(Position):
         dict(name="proportional", share=...), which is p-RoPE, or dict(name="longrope", ...).
 
     Parameters: none.
-    Cross-attention: not applied.
     Cache: keys are stored after rotation.
     Beyond the training length: degrades soon (Press et al. 2022; Kazemnejad et al. 2023).
     """

@@ -50,7 +50,6 @@ class XPos(Position):
 
     Parameters: none.
     Mask: must be causal, because the decay has a direction.
-    Cross-attention: not applied.
     Cache: keys are stored after rotation and scaling.
     Beyond the training length: degrades later than rotary.
     """
