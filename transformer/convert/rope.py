@@ -97,8 +97,7 @@ def rope(
     """
     kept_as_null = ("rope_type", "type", "factor")
     values = {k: v for k, v in values.items() if v is not None or k in kept_as_null}
-    legacy_type = values.pop("type", "default")
-    values.setdefault("rope_type", legacy_type)
+    values.setdefault("rope_type", values.pop("type", "default"))
     of_type = Fields(values, family, {"rope_type": ""}, inside=inside)
     name, table = of_type.one_of("rope_type", _SCALINGS)
     kind = values["rope_type"]
