@@ -29,3 +29,10 @@ class FeedForward:
         those of the last one.
         """
         raise NotImplementedError
+
+
+@FEED_FORWARDS.register("none")
+class NoFeedForward(FeedForward):
+    """No feed-forward sublayer, as in attention-only models and stacked LSTMs."""
+
+    exists = False
