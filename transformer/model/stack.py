@@ -22,7 +22,7 @@ from transformer.model.placements.base import Streams
 from transformer.model.remat import REMAT_POLICIES
 from transformer.model.residual import Residual, parts_of
 from transformer.model.sharding import axis_of, constrain
-from transformer.model.watch import WATCHED, any_watched, watched
+from transformer.model.watch import WATCHED, watched
 
 Carry = tuple[Streams, Any]
 """The residual streams, and what the mixer of one layer passes on to the next; None if nothing."""
@@ -130,19 +130,15 @@ class Stack(nn.Module):
         source = encoded_BxSxD, encoded_tokens
         context = Context(tokens, key_tokens, *source, cache and cache.index, dropout_rate)
         last, sublayers = cfg.last_placement(self.side), cfg.residuals(self.side)
-        carry = last.begin(x_BxTxD, sublayers), self._first_passed(x_BxTxD)
+        passed = None
+        if cfg.value_residual:  # zeros stand for the first layer's values, until it computes them
+            shape = (*x_BxTxD.shape[:2], cfg.kv_heads, cfg.value_size)
+            passed = jnp.zeros(shape, x_BxTxD.dtype)
+        carry = last.begin(x_BxTxD, sublayers), passed
         (streams, _), layers = self._layers(carry, cache, schemes, context, deterministic)
         if cache is not None:
-            index = cache.index + x_BxTxD.shape[1]
-            cache = Cache(layers, key_tokens.replace(order=""), index)
+            cache = Cache(layers, key_tokens.replace(order=""), cache.index + x_BxTxD.shape[1])
         return last.end(parts_of(self), streams, sublayers), cache
-
-    def _first_passed(self, x_BxTxD: jax.Array) -> jax.Array | None:
-        """Returns what the first layer receives as the values of the first layer: zeros."""
-        cfg = self.config
-        if not cfg.value_residual:
-            return None
-        return jnp.zeros((*x_BxTxD.shape[:2], cfg.kv_heads, cfg.value_size), x_BxTxD.dtype)
 
     def _spread(self, tokens: Tokens) -> Tokens:
         """Randomizes positions (Ruoss et al. 2023).
@@ -195,7 +191,7 @@ class Stack(nn.Module):
             return carry, tuple(states) if cache is not None else None
         _, stages = axis_of("layers")
         micro, rounds = cfg.pipeline_microbatches or stages, cfg.pipeline_rounds
-        observed = self.is_initializing() or any_watched(self)
+        observed = self.is_initializing() or any(watched(self, what) for what in WATCHED)
         use_pipeline = stages > 1 and cache is None and not observed
         if use_pipeline and not pipeline.why_not(_batch(carry), micro, rounds):
             return self._pipelined(carry, schemes, context, deterministic, micro), None

@@ -171,7 +171,8 @@ def _forward(plan: _Plan, q, k, v, inputs: Inputs):
 
     running = Running.nothing(q, v.shape[-1], inputs.sink_N)
     running, _ = _scan_ring(plan, inputs, (running, kv), process)
-    return join(running.out_IxBxtxNxV).astype(v.dtype), _join_rows(running.lse_IxBxNxt)
+    lse_BxTxN = join(jnp.swapaxes(running.lse_IxBxNxt, 2, 3))
+    return join(running.out_IxBxtxNxV).astype(v.dtype), jnp.swapaxes(lse_BxTxN, 1, 2)
 
 
 def _backward(plan: _Plan, q, k, v, inputs: Inputs, out, lse_BxNxT, d_out):
@@ -197,8 +198,3 @@ def _backward(plan: _Plan, q, k, v, inputs: Inputs, out, lse_BxNxT, d_out):
     d_learned = jax.tree.map(total, (d_position, d_sink), learned)
     joined = lambda d, dtype: join(d).astype(dtype)
     return *map(joined, (d_q, d_k, d_v), dtypes), d_learned
-
-
-def _join_rows(x_IxBxNxt: jax.Array) -> jax.Array:
-    """Reshapes [I, B, N, t] to [B, N, I * t]."""
-    return jnp.swapaxes(join(jnp.swapaxes(x_IxBxNxt, 2, 3)), 1, 2)

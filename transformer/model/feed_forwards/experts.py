@@ -179,8 +179,7 @@ class Matrices(nn.Module):
             return jax.vmap(lambda key: init_expert(key, sizes, dtype))(keys)
 
         def of_experts(name, init, sizes, names):
-            x = declare(self, name, init, ("expert", *names), (count, *sizes))
-            return x.astype(cfg.dtype)
+            return declare(self, name, init, ("expert", *names), (count, *sizes)).astype(cfg.dtype)
 
         kernel, bias = of_experts("kernel", init, sizes, names), None
         if cfg.use_bias:

@@ -78,8 +78,7 @@ class Recurrent(Mixer):
 
     def build(self, config, side, gain, out_gain):
         if side == "decoder" and self.source in ("attention", "last"):
-            last = self.source == "last"
-            return functools.partial(Attentive, config, self, gain, out_gain, last)
+            return functools.partial(Attentive, config, self, gain, out_gain, self.source == "last")
         directions = ("forward", "backward") if side == "encoder" else ("forward",)
         return functools.partial(Directions, config, self, gain * out_gain, directions)
 

@@ -71,8 +71,7 @@ class Sinusoidal(Position):
         return None
 
     def embed(self, x_BxTxD, positions_BxT):
-        d_model = x_BxTxD.shape[-1]
-        values = sinusoids(positions_BxT + self.offset, d_model, self.base, self.layout)
+        values = sinusoids(positions_BxT + self.offset, x_BxTxD.shape[-1], self.base, self.layout)
         return x_BxTxD + values.astype(x_BxTxD.dtype)
 
 

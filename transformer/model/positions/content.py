@@ -33,8 +33,7 @@ def _projection(param, facts, name: str) -> jax.Array:
 
 
 def _products(x_BxTxNxH: jax.Array, table_RxH: jax.Array) -> jax.Array:
-    f32 = jnp.float32
-    return jnp.einsum("BTNH,RH->BNTR", x_BxTxNxH, table_RxH, preferred_element_type=f32)
+    return jnp.einsum("BTNH,RH->BNTR", x_BxTxNxH, table_RxH, preferred_element_type=jnp.float32)
 
 
 def _pick(x_BxNxTxR: jax.Array, index_BxTxS: jax.Array) -> jax.Array:
@@ -213,8 +212,7 @@ class Deberta(Position):
         index_D, k = self._index(distance_D), self.max_distance
         of_distance = lambda table_RxNxH: jnp.swapaxes(table_RxNxH[index_D], 0, 1)
         keys, queries = of_distance(self.keys_RxNxH), of_distance(self.queries_RxNxH)
-        ends = -k, k - 1
-        return Terms(scale / 3**0.5, keys_NxDxH=keys, queries_NxDxH=queries, ends=ends)
+        return Terms(scale / 3**0.5, keys_NxDxH=keys, queries_NxDxH=queries, ends=(-k, k - 1))
 
 
 @register("cope")

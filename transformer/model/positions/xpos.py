@@ -95,8 +95,7 @@ class XPos(Position):
 
     def at(self, positions_BxT):
         length, blocks = self._block_length, self._blocks(self.max_length)
-        rows = -(-self.max_length // _ROW)
-        start_A = _ROW * np.arange(rows)  # the first position of each row
+        start_A = _ROW * np.arange(-(-self.max_length // _ROW))  # the first position of each row
         center_C = length * np.arange(blocks) + min(self.max_length, length) // 2
         pairs_P = 2.0 * np.arange(self.d_head // 2) / self.d_head
         decay_P = np.log((pairs_P + self.gamma) / (1.0 + self.gamma)) / self.scale_base
