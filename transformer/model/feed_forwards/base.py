@@ -18,8 +18,7 @@ Config = Any
 class FeedForward:
     """The base class of feed-forwards. Register one with `@FEED_FORWARDS.register("name")`."""
 
-    exists: ClassVar[bool] = True
-    """Whether a layer has the sublayer. Otherwise, `build` is not called."""
+    exists: ClassVar[bool] = True  # whether a layer has the sublayer; if not, `build` is not called
 
     def build(self, config: Config, gain: float, out_gain: float) -> Callable[..., nn.Module]:
         """Returns a function that constructs the module from its `name`.

@@ -206,18 +206,13 @@ class Position:
     def _overrides(self, hook: str) -> bool:
         return getattr(type(self), hook) is not getattr(Position, hook)
 
+    # Whether `bias`, `score` and `value` at a query and a key depend on this pair alone
     pairwise: ClassVar[bool] = True
-    """Whether `bias`, `score` and `value` at a query and a key depend on this pair alone."""
-
+    # Whether `bias`, `score` and `value` depend on positions only through the distance t - s. Set
+    # automatically for a scheme that overrides `distance_bias`.
     by_distance: ClassVar[bool] = False
-    """Whether `bias`, `score` and `value` depend on positions only through the distance t - s. Set
-    automatically for a scheme that overrides `distance_bias`."""
-
-    bounded: ClassVar[bool] = False
-    """Whether the scheme has one parameter vector for each position below `max_length`."""
-
-    ends: ClassVar[bool] = False
-    """Whether the scheme is undefined at positions of `max_length` and beyond."""
+    bounded: ClassVar[bool] = False  # has one parameter vector for each position below `max_length`
+    ends: ClassVar[bool] = False  # is undefined at positions of `max_length` and beyond
 
     @property
     def hooks(self) -> frozenset[str]:
