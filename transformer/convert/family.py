@@ -106,10 +106,7 @@ class Family:
         return {names[ours]: name for ours, name in reversed(pairs) if ours in names}
 
     def their_config(self, config: ModelConfig) -> dict:
-        """Returns the config.json for a ModelConfig.
-
-        Raises UserError with the name of a field that this family cannot express.
-        """
+        """Returns the config.json of a ModelConfig. UserError names a field it cannot express."""
         if config.family != self.ours:
             problem = f"{config.family!r} cannot be expressed by {self.model_type}"
             raise UserError(f"model.family: {problem}, which is {self.ours!r}")

@@ -75,10 +75,7 @@ class Field:
 
 
 def field(default: Any, ours: str = "") -> Field:
-    """Returns a Field with the type of its default. A whole number must be at least 1.
-
-    A `default` that is already a Field is returned unchanged.
-    """
+    """Returns a Field of the default's type; whole numbers from 1. A Field stays unchanged."""
     if isinstance(default, Field):
         return default
     above = 0 if isinstance(default, int) and not isinstance(default, bool) else None
@@ -176,10 +173,7 @@ class Fields:
         return float(value) if spec.kind is float and value is not None else value
 
     def paired(self) -> dict:
-        """Returns our fields that the table pairs with fields that are not null.
-
-        A paired list holds numbers.
-        """
+        """Returns our fields paired with fields that are not null. A paired list holds numbers."""
         values = {}
         for name, x in self.table.items():
             if x.ours == "activation":
@@ -215,10 +209,7 @@ class Fields:
             raise self.error(name, f"is not supported: {why}; it must be {target!r}", value, note)
 
     def must(self, name: str, target, why: str = "") -> None:
-        """Raises UserError unless the field is missing or `target`, its only supported value.
-
-        null counts as False, as in Python's `if`.
-        """
+        """Raises UserError unless missing or `target`, the only supported value; null is False."""
         self._seen.add(name)
         value = self._values.get(name, target)
         if value != target and (value is not None or target):

@@ -4,7 +4,6 @@ Parameters are converted one at a time. The model is never in memory twice.
 """
 
 import importlib
-import json
 import os
 import pkgutil
 import types
@@ -23,7 +22,7 @@ from transformer.convert.special_tokens import read_both
 from transformer.convert.tensors import Tensors, check, require_safetensors
 from transformer.convert.weights import Shape, by_expert, expert
 from transformer.errors import UserError, look_up
-from transformer.files import new_folder, read_json
+from transformer.files import new_folder, read_json, write_json
 from transformer.model.config import ModelConfig
 from transformer.model.layout import flatten, join, layer_shapes, part, unflatten, where
 from transformer.model.network import abstract_params
@@ -76,10 +75,7 @@ def open_directory(directory: Path) -> tuple[Family, dict, Tensors]:
 
 
 def open_hf(directory: str | os.PathLike) -> tuple[dict[str, Shape], Callable[[str], np.ndarray]]:
-    """Returns the shapes of our parameters in a Hugging Face directory, and a function to read one.
-
-    Both use the paths of unrolled layers.
-    """
+    """Returns the shapes of our parameters by unrolled path, and a function to read one."""
     family, theirs, tensors = open_directory(Path(directory))
     return _by_layer(family, family.our_config(theirs, frozenset(tensors.names)), tensors)
 
@@ -135,8 +131,7 @@ def save_hf(
     with new_folder(directory) as target:
         _write_tensors(target, _tensors(chosen, config, unbox(params)))
         settings = theirs | {"dtype": config.param_dtype} | dict(fields)
-        content = json.dumps(settings, indent=2) + "\n"
-        (target / "config.json").write_text(content, encoding="utf-8")
+        write_json(target / "config.json", settings)
         for name, content in files.items():
             (target / name).write_bytes(content)
 
@@ -197,5 +192,4 @@ def _write_tensors(target: Path, tensors: Iterator[tuple[str, np.ndarray]]) -> N
         (target / f"{i}.safetensors").rename(target / file)
         weight_map |= dict.fromkeys(keys, file)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    content = json.dumps(index, indent=2) + "\n"
-    (target / "model.safetensors.index.json").write_text(content, encoding="utf-8")
+    write_json(target / "model.safetensors.index.json", index)

@@ -69,10 +69,7 @@ def rotary(f: Fields, theta: str = "rope_theta", fraction: str = "") -> dict:
 
 
 def write_rotary(config: ModelConfig, **defaults) -> dict:
-    """Returns the rotary fields of config.json for our position and max_length.
-
-    `defaults` are entries of `rope_parameters` for options that the position omits.
-    """
+    """Returns the rotary fields of config.json; `defaults` are entries for omitted options."""
     position = options(config.position)
     scaling = position.get("scaling", {})
     length = scaling["original_length"] if scaling.get("name") == "dynamic" else config.max_length
@@ -100,8 +97,7 @@ def rope(
     """
     kept_as_null = ("rope_type", "type", "factor")
     values = {k: v for k, v in values.items() if v is not None or k in kept_as_null}
-    legacy_type = values.pop("type", "default")
-    values.setdefault("rope_type", legacy_type)
+    values.setdefault("rope_type", values.pop("type", "default"))
     of_type = Fields(values, family, {"rope_type": ""}, inside=inside)
     name, table = of_type.one_of("rope_type", _SCALINGS)
     kind = values["rope_type"]
@@ -168,10 +164,7 @@ def rotary_by_type(f: Fields, thetas: Mapping[str, float], scaling: Mapping | No
 
 
 def write_rope(position: Choice) -> dict:
-    """Returns the `rope_parameters` object for our position.
-
-    Raises UserError for a scaling without a counterpart.
-    """
+    """Returns `rope_parameters` for our position; UserError for a scaling without counterpart."""
     position = options(position)
     scaling = dict(position.get("scaling") or {"name": "none"})
     theirs = {ours: kind for kind, (ours, _) in _SCALINGS.items()}

@@ -65,11 +65,7 @@ def read_id(theirs: Mapping, name: str, vocab_size: int, default: int | None = N
 
 
 def write(config: ModelConfig, defaults: Mapping[str, int]) -> dict:
-    """Returns the special tokens of config.json.
-
-    A None is written as null if the family has a default for this token, which a missing field
-    would take.
-    """
+    """Returns the special tokens of config.json; null where a missing field has a default."""
     tokens = {}
     for ours, name in NAMES.items():
         value = getattr(config, ours)

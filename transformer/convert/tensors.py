@@ -92,10 +92,7 @@ def _files(directory: Path) -> dict[str, set[str] | None]:
 
 
 def _is_inside(file: str) -> bool:
-    """Returns whether an entry is a path inside the directory, on any operating system.
-
-    Links may point outside: the hub's cache consists of links.
-    """
+    """Returns whether a path is inside the directory on any system; a hub's link may lead out."""
     paths = PurePosixPath(file), PureWindowsPath(file)
     leaves = any(path.anchor or ".." in path.parts or not path.name for path in paths)
     return not leaves and "\0" not in file

@@ -34,10 +34,7 @@ class Weight:
 
 @dataclasses.dataclass(frozen=True)
 class Copy:
-    """A tensor with the same numbers as the tensor `of`, such as a tied output layer.
-
-    Files may omit it.
-    """
+    """A tensor equal to the tensor `of`, such as a tied output layer. Files may omit it."""
 
     theirs: str
     of: str
@@ -142,10 +139,7 @@ def fused(theirs: str, ours: str, bias: bool, parts=QKV, transposed=True) -> Ite
 
 
 def fused_by_head(theirs: str, ours: str, bias: bool) -> Iterator[Weight]:
-    """Yields the query, key and value layers as one, interleaved by head (GPT-NeoX, BLOOM).
-
-    The rows of its matrix are [heads, 3, d_head].
-    """
+    """Yields query, key and value layers as one, with rows [heads, 3, d_head] (NeoX, BLOOM)."""
 
     def shape(shapes):  # of kernels [D, N, H] or biases [N, H]
         *inputs, heads, size = shapes[0]

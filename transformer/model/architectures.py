@@ -25,10 +25,7 @@ def architecture(name: str, **fields) -> ModelConfig:
 def _sizes(
     name: str, shared: dict, columns: tuple[str, ...], rows: dict[str, tuple]
 ) -> dict[str, dict]:
-    """Returns a family's members: `shared` plus each row's values for `columns`.
-
-    A member is named NAME_SIZE; the size "" gives the plain name.
-    """
+    """Returns members NAME_SIZE (NAME if SIZE is ""): `shared` plus each row of `columns`."""
     return {
         f"{name}_{size}" if size else name: shared | dict(zip(columns, values, strict=True))
         for size, values in rows.items()

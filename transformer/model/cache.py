@@ -39,11 +39,7 @@ def _is_shared(x: Any) -> bool:
 
 @struct.dataclass
 class LayerState:
-    """The state of one decoder layer.
-
-    mixer: the state of its mixer.
-    source: the state of its cross-attention; None without one, and before the source is read.
-    """
+    """The state of a layer: of its mixer and, once the source is read, of its cross-attention."""
 
     mixer: State
     source: Shared | None = None
@@ -65,10 +61,7 @@ class Cache:
     index: jax.Array
 
     def append(self, tokens: Tokens) -> Tokens:
-        """Returns the tokens of all slots after writing `tokens` to the next ones.
-
-        They have the order of `tokens`, which continue those in the cache.
-        """
+        """Returns the tokens of all slots after writing `tokens`, whose order they take on."""
         put = lambda slots, new: jax.lax.dynamic_update_slice_in_dim(
             slots, jnp.broadcast_to(new, (len(slots), new.shape[1])), self.index, axis=1
         )
@@ -139,10 +132,7 @@ def _empty_state(layer: ModelConfig, batch: int, slots: int) -> State:
 
 
 def empty_slots(config: ModelConfig, batch: int, slots: int, *shape: int) -> jax.Array:
-    """Returns zeros for `slots` tokens, or for the `window` tokens that a token can attend to.
-
-    `shape` is (size) or (heads, size).
-    """
+    """Returns zeros for `slots` tokens, or `window` if fewer. `shape`: (size) or (heads, size)."""
     count = min(slots, config.window or slots)
     return jnp.zeros((batch, *shape[:-1], count, shape[-1]), config.dtype)
 

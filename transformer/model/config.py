@@ -160,11 +160,7 @@ class ModelConfig:
 
     @property
     def resolved(self) -> dict:
-        """Values that fields without effect may have besides their defaults.
-
-        They are 0 for the layers of a missing stack, and num_heads for `num_kv_heads` if no layer
-        reads it.
-        """
+        """Values that fields without effect may have besides their defaults."""
         values = {f"num_{s}_layers": 0 for s in ("encoder", "decoder") if s not in self.sides}
         if not mixer_reads("num_kv_heads")(self):
             values["num_kv_heads"] = self.num_heads
@@ -338,10 +334,7 @@ class ModelConfig:
         return mixers
 
     def mixers_of(self, *sides: str, unset: str = "") -> tuple[Mixer, ...]:
-        """Returns the distinct mixers of the stacks' layers, including cross-attention.
-
-        Leaves out the layers whose `layer_pattern` entry sets the field `unset`.
-        """
+        """Returns the distinct mixers and cross-attentions of layers whose entry omits `unset`."""
         layers = (
             self.part(mixer=entry.get("mixer", self.mixer)).mixers(side)
             for side in sides or self.sides

@@ -56,8 +56,7 @@ def several_sublayers(c) -> bool:
 def reads_use_bias(c) -> bool:
     """Whether `use_bias` controls the biases of some projection."""
     in_attention = c.attention_bias is None and mixer_reads("attention_bias")(c)
-    in_layer = mixer_has("use_bias")(c) or has_feed_forward(c)
-    return in_attention or in_layer or c.head_transform
+    return in_attention or mixer_has("use_bias")(c) or has_feed_forward(c) or c.head_transform
 
 
 def depends_on_positions(c) -> bool:

@@ -44,8 +44,9 @@ def locate(
     if positions is None:
         order = order or ("contiguous" if before is None else "")
         positions = jnp.arange(tokens_BxT.shape[1], dtype=jnp.int32)[None]
-        if before is not None:
-            positions += next_position(before)[:, None]
+        if before is not None:  # after each sequence's last real token
+            real_positions_BxT = jnp.where(before.segments_BxT > 0, before.positions_BxT, -1)
+            positions += jnp.max(real_positions_BxT, axis=1, keepdims=True) + 1
     if segment_ids is None:
         real_BxT = jnp.ones(tokens_BxT.shape, bool) if padding_mask is None else padding_mask
         segment_ids = real_BxT.astype(bool).astype(jnp.int32)
@@ -58,12 +59,6 @@ def locate(
     together_BxTxT = (segment_ids[:, :, None] == segment_ids[:, None, :]) & prefix_BxT[:, None, :]
     end_BxT = jnp.max(jnp.where(together_BxTxT, positions[:, None, :], 0), axis=-1)
     return Tokens(positions, segment_ids, jnp.where(prefix_BxT, end_BxT, positions), order)
-
-
-def next_position(tokens: Tokens) -> jax.Array:
-    """Returns int32[B]: the position after each sequence's last real token; 0 if it has none."""
-    real_BxT = tokens.segments_BxT > 0
-    return jnp.max(jnp.where(real_BxT, tokens.positions_BxT, -1), axis=1) + 1
 
 
 def check_interruptions(config: ModelConfig, side: str, segments_BxT: np.ndarray | None) -> None:
@@ -86,21 +81,14 @@ def values(x) -> np.ndarray | None:
 
 
 def check_sources(sources: int, targets: int, shared: bool) -> None:
-    """Raises UserError unless each target sequence has a source.
-
-    One source serves all targets. In decoding (`shared`), several sequences, the beams of a
-    sentence, share each source.
-    """
+    """Raises UserError unless there is one source, one per target or, if `shared`, per several."""
     if sources not in (1, targets) and (not shared or targets % sources):
         way_out = "pass one source for each target"
         raise UserError(f"source: {sources} sequences, but the target has {targets}; {way_out}")
 
 
 def check_same_documents(segment_ids, source_segment_ids) -> None:
-    """Raises UserError if only the source or only the target is packed.
-
-    Document n of the target attends to document n of the source, so both need segment ids.
-    """
+    """Raises UserError if one side alone is packed: document n attends to document n."""
     for field, ids, missing, other_ids in (
         ("segment_ids", segment_ids, "source_segment_ids", source_segment_ids),
         ("source_segment_ids", source_segment_ids, "segment_ids", segment_ids),

@@ -32,11 +32,7 @@ def unrolled(config: ModelConfig, path: str) -> tuple[str, ...]:
 
 
 def split_layer_path(name: str) -> tuple[str, int, str] | None:
-    """Splits an unrolled path into (stack, layer, path within the layer).
-
-    For example, ("decoder", 3, "self_attention/query/kernel"). Returns None for a path outside the
-    layers.
-    """
+    """Splits "decoder/layers_3/PATH" into ("decoder", 3, PATH). None outside of the layers."""
     match = _UNROLLED.fullmatch(name)
     return (match[1], int(match[2]), match[3]) if match else None
 
@@ -52,11 +48,7 @@ def part(x, place: tuple[int, ...]):
 
 
 def join(config: ModelConfig, path: str, get: Callable[[str], Any], stack: Callable) -> Any:
-    """Builds the parameter at `path`.
-
-    `get` returns the part at an unrolled path. `stack` stacks the parts if this model scans over
-    layers.
-    """
+    """Builds the parameter at `path` from parts, `get(unrolled path)`, with `stack` if scanned."""
     parts = [get(name) for name in unrolled(config, path)]
     if not _SCANNED.fullmatch(path):
         return parts[0]

@@ -63,9 +63,7 @@ class Linear(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         cfg, contracted = self.config, len(self.names) - len(self.outputs)
-        inputs = x.shape[x.ndim - contracted :]
-
-        kernel = matrix(self, inputs, self.outputs, self.names, self.gain)
+        kernel = matrix(self, x.shape[x.ndim - contracted :], self.outputs, self.names, self.gain)
         y = jnp.tensordot(x.astype(cfg.dtype), kernel, axes=contracted)
         if self.bias:
             zeros, names = nn.initializers.zeros, self.names[contracted:]

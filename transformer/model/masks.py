@@ -125,10 +125,7 @@ def pairs(mask: Mask, q: Tokens, num_queries: int, num_keys: int):
 
 
 def zigzag(x_BxT: jax.Array, count: int) -> jax.Array:
-    """Reorders each sequence for zigzag order.
-
-    Cuts it into 2 `count` chunks. Part n of the result holds chunks n and 2 count - 1 - n.
-    """
+    """Reorders 2 `count` chunks of each sequence: part n holds chunks n and 2 count - 1 - n."""
     chunks = x_BxT.reshape(x_BxT.shape[0], 2 * count, -1)
     pairs = jnp.stack([chunks[:, :count], jnp.flip(chunks[:, count:], axis=1)], axis=2)
     return pairs.reshape(x_BxT.shape)

@@ -59,10 +59,7 @@ class _Family(nn.Module):
 
     @nn.nowrap
     def init_with_axes(self, key, *inputs, **options) -> Any:
-        """Initializes the parameters, boxed with the logical names of their axes, for sharding.
-
-        Leaves are `flax.linen.LogicallyPartitioned`.
-        """
+        """Initializes parameters, boxed with the logical names of their axes, for sharding."""
         params = super().init(key, *inputs, **options)["params"]
         rules = parameter_rules(type(self), self.config)  # type: ignore[arg-type]
         return initialized(params, rules) if rules else params
@@ -179,18 +176,12 @@ class _OneStack(_Family):
         return h_BxTxD, tokens
 
     def features(self, tokens_BxT, **options) -> tuple[jax.Array, Head]:
-        """Returns the input of the language-model head, [B, T, E], and the head.
-
-        Options as for `hidden`.
-        """
+        """Returns the head's input, [B, T, E], and the head. Options as for `hidden`."""
         h_BxTxD, _ = self.hidden(tokens_BxT, **options)
         return self.read(h_BxTxD)
 
     def classify(self, tokens_BxT, **options) -> jax.Array:
-        """Returns the label logits, float32[B, num_labels], or [B, T, num_labels] without pooling.
-
-        Without labels, it returns the pooled hidden state: [B, D], or [B, T, D] without pooling.
-        """
+        """Returns label logits, float32[B, num_labels], or else h_pooled; [B, T, ...] unpooled."""
         return self.classifier(*self.hidden(tokens_BxT, **options))
 
     def both(self, tokens_BxT, **options) -> tuple[tuple[jax.Array, Head], jax.Array]:
@@ -258,10 +249,7 @@ class EncoderDecoder(_Family):
         source_order="",
         **options,
     ) -> tuple[jax.Array, Head]:
-        """Returns the input of the head, [B, T, E], and the head.
-
-        `options`: positions, segment_ids, padding_mask and order of the target.
-        """
+        """Returns the head's input, [B, T, E], and the head. `options` are those of the target."""
         check_same_documents(options.get("segment_ids"), source_segment_ids)
         encoded = self.encode(
             source_BxS,

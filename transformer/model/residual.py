@@ -1,11 +1,9 @@
-"""The residual connection of every sublayer: one formula for every norm placement.
+"""The residual connection of every sublayer, by the formula of placements/base.py.
 
-    y = out_norm( a * x + s * gate * l * res_norm( dropout( f( in_norm(x) ) ) ) )
-
-a and s are constants, gate is a learned scalar and l a learned vector. An absent norm is the
-identity. Parallel sublayers (GPT-J, GPT-NeoX, PaLM) are one sum over branches, each with separate
-norms and a separate gate. A placement may replace the sum (placements/base.py). The collection
-"sizes" (watch.py) records the root mean squares of the stream that is read and of the branch.
+In it, a and s are constants, g is a learned scalar and l a learned vector. Parallel sublayers
+(GPT-J, GPT-NeoX, PaLM) are one sum over branches, each with separate norms and a separate gate. A
+placement may replace the sum. The collection "sizes" (watch.py) records the root mean squares of
+the stream that is read and of the branch.
 
 Shape suffixes: B batch, T length, D d_model.
 """
@@ -29,10 +27,7 @@ from transformer.model.watch import watched
 
 
 class Residual(nn.Module):
-    """Wraps sublayers f with the same input x.
-
-    y = out_norm(a x + s * sum over f of gate l res_norm(dropout(f(in_norm(x)))))
-    """
+    """The connection of one sublayer f, or of parallel ones with the same input x."""
 
     config: ModelConfig
     side: str  # encoder | decoder
@@ -52,7 +47,7 @@ class Residual(nn.Module):
         return jax.tree.map(constrain_streams, streams)
 
     def _branch(self, sublayers, context, deterministic, x_BxTxD: jax.Array) -> list[jax.Array]:
-        """Returns s gate l res_norm(dropout(f(in_norm(x)))) of each sublayer f."""
+        """Returns s g l res_norm(dropout(f(in_norm(x)))) of each sublayer f."""
         p, norm, branches = self.placement, self.config.norm_module, []
         for i, f in enumerate(sublayers):
             suffix = f"_{i}" if i else ""

@@ -65,10 +65,7 @@ def axis_of(name: str) -> tuple[str, int]:
 
 
 def _axes(name: str) -> tuple[str, ...]:
-    """Returns the mesh axes that a name is sharded over.
-
-    Axes of one device are omitted, and so are the manual axes of an enclosing shard_map.
-    """
+    """Returns a name's mesh axes, but for those of one device and a shard_map's manual ones."""
     rules, mesh = dict(nn.get_logical_axis_rules()), jax.sharding.get_abstract_mesh()
     if not rules or mesh.empty:
         return ()

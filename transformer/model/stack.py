@@ -22,7 +22,7 @@ from transformer.model.placements.base import Streams
 from transformer.model.remat import REMAT_POLICIES
 from transformer.model.residual import Residual, parts_of
 from transformer.model.sharding import axis_of, constrain
-from transformer.model.watch import WATCHED, any_watched, watched
+from transformer.model.watch import WATCHED, watched
 
 Carry = tuple[Streams, Any]
 """The residual streams, and what the mixer of one layer passes on to the next; None if nothing."""
@@ -44,10 +44,7 @@ class Layer(nn.Module):
     def __call__(
         self, carry: Carry, own: tuple[LayerState | None, Any], position, context: Context
     ) -> tuple[Carry, LayerState | None]:
-        """Returns the carry after this layer and, in decoding, the layer's new state.
-
-        `own` is the layer's state and its number in the stack.
-        """
+        """Returns the next carry and layer state, if decoding. `own`: state and layer number."""
         cfg, placement, (state, index) = self.config, self.config.placement(self.side), own
         streams, passed = carry
         context = context.replace(layer=index, passed=passed)
@@ -88,10 +85,7 @@ class Period(nn.Module):
 
     @nn.compact
     def __call__(self, carry: Carry, own: tuple, schemes, context: Context):
-        """Applies the layers in order, each with its state and position scheme.
-
-        `own` is the states of the layers, if any, and the number of this repetition.
-        """
+        """Applies the layers in order. `own`: their states, if any, and the repetition's number."""
         (states, index), new_states = own, []
         for i, (layer, position) in enumerate(zip(self.layers, schemes, strict=True)):
             own = states and states[i], index * len(self.layers) + i
@@ -117,10 +111,7 @@ class Stack(nn.Module):
         deterministic: bool = True,
         dropout_rate: jax.Array | None = None,
     ) -> tuple[jax.Array, Cache | None]:
-        """Returns the residual stream after the last layer and the updated cache, if any.
-
-        `dropout_rate` overrides the config's rate.
-        """
+        """Returns the residual stream after the last layer and the updated cache, if any."""
         cfg = self.config
         if cfg.random_positions and not deterministic:
             tokens = self._spread(tokens)
@@ -139,19 +130,15 @@ class Stack(nn.Module):
         source = encoded_BxSxD, encoded_tokens
         context = Context(tokens, key_tokens, *source, cache and cache.index, dropout_rate)
         last, sublayers = cfg.last_placement(self.side), cfg.residuals(self.side)
-        carry = last.begin(x_BxTxD, sublayers), self._first_passed(x_BxTxD)
+        passed = None
+        if cfg.value_residual:  # zeros stand for the first layer's values, until it computes them
+            shape = (*x_BxTxD.shape[:2], cfg.kv_heads, cfg.value_size)
+            passed = jnp.zeros(shape, x_BxTxD.dtype)
+        carry = last.begin(x_BxTxD, sublayers), passed
         (streams, _), layers = self._layers(carry, cache, schemes, context, deterministic)
         if cache is not None:
-            index = cache.index + x_BxTxD.shape[1]
-            cache = Cache(layers, key_tokens.replace(order=""), index)
+            cache = Cache(layers, key_tokens.replace(order=""), cache.index + x_BxTxD.shape[1])
         return last.end(parts_of(self), streams, sublayers), cache
-
-    def _first_passed(self, x_BxTxD: jax.Array) -> jax.Array | None:
-        """Returns what the first layer receives as the values of the first layer: zeros."""
-        cfg = self.config
-        if not cfg.value_residual:
-            return None
-        return jnp.zeros((*x_BxTxD.shape[:2], cfg.kv_heads, cfg.value_size), x_BxTxD.dtype)
 
     def _spread(self, tokens: Tokens) -> Tokens:
         """Randomizes positions (Ruoss et al. 2023).
@@ -170,10 +157,7 @@ class Stack(nn.Module):
         )
 
     def _schemes(self) -> tuple[positions.Position, ...]:
-        """Returns the distinct position schemes of all layers, each bound to its parameters.
-
-        The parameter names of all but the first scheme end in a number.
-        """
+        """Returns the distinct schemes, bound to their parameters; from the second on, numbered."""
         schemes = []
         for scheme, facts in distinct_schemes(self.config, self.side)[0]:
             suffix = f"_{len(schemes)}" if schemes else ""
@@ -195,10 +179,7 @@ class Stack(nn.Module):
         return tuple(at_tokens[i] for i in distinct_schemes(self.config, self.side)[1])
 
     def _layers(self, carry: Carry, cache: Cache | None, schemes, context: Context, deterministic):
-        """Applies all layers: unrolled, scanned or pipelined.
-
-        Returns the carry and the new states of the layers.
-        """
+        """Applies all layers, unrolled, scanned or pipelined. Returns carry and new states."""
         cfg, configs = self.config, self.config.layers(self.side)
         if not cfg.scan_layers:
             states, out_gain = [], self._out_gain()
@@ -210,7 +191,7 @@ class Stack(nn.Module):
             return carry, tuple(states) if cache is not None else None
         _, stages = axis_of("layers")
         micro, rounds = cfg.pipeline_microbatches or stages, cfg.pipeline_rounds
-        observed = self.is_initializing() or any_watched(self)
+        observed = self.is_initializing() or any(watched(self, what) for what in WATCHED)
         use_pipeline = stages > 1 and cache is None and not observed
         if use_pipeline and not pipeline.why_not(_batch(carry), micro, rounds):
             return self._pipelined(carry, schemes, context, deterministic, micro), None
@@ -236,10 +217,7 @@ class Stack(nn.Module):
         return functools.partial(cls, config, self.side, out_gain, deterministic)
 
     def _out_gain(self) -> float:
-        """Returns 1 / sqrt(number of the base's sublayers) with `residual_init_scale`, else 1.
-
-        (Radford et al. 2019, sec. 2.3)
-        """
+        """Returns 1 / sqrt(number of the base's sublayers) or 1 (Radford et al. 2019, sec. 2.3)."""
         if not self.config.residual_init_scale:
             return 1.0
         layers = self.config.layers(self.side)
@@ -359,8 +337,5 @@ def _scanned(cls: type[nn.Module], length: int, axis: str) -> type[nn.Module]:
 
 
 def hide_padding(x_BxTxD: jax.Array, tokens: Tokens) -> jax.Array:
-    """Sets the vectors of padding to zero.
-
-    A mask gives padding zero weight, but zero times NaN is NaN, also in gradients.
-    """
+    """Sets the vectors of padding to zero: zero weight times NaN is NaN, also in gradients."""
     return jnp.where((tokens.segments_BxT > 0)[..., None], x_BxTxD, 0)

@@ -15,13 +15,5 @@ WATCHED = ("sizes", "streams", "heads", "maps")
 
 
 def watched(module: nn.Module, what: str) -> bool:
-    """Returns whether the collection `what` is requested from this module.
-
-    During initialization it is not, although every collection is mutable then.
-    """
+    """Returns whether this module is to record the collection `what`; not in initialization."""
     return module.is_mutable_collection(what) and not module.is_initializing()
-
-
-def any_watched(module: nn.Module) -> bool:
-    """Returns whether any collection is requested from this module."""
-    return any(watched(module, what) for what in WATCHED)

@@ -28,10 +28,7 @@ def start(platform: str, config: MeshConfig) -> Mesh:
 
 
 def disable_tpu_search() -> None:
-    """Keeps JAX from searching for a TPU on a machine that has libtpu but no TPU.
-
-    libtpu may be installed only to plan. The search prints long warnings.
-    """
+    """Keeps JAX from searching, with long warnings, for a TPU if libtpu is here to plan."""
     platforms = jax.config.jax_platforms  # type: ignore[attr-defined]
     if platforms or not importlib.util.find_spec("libtpu") or accelerator():
         return

@@ -64,8 +64,6 @@ class Checkpoints:
     def steps(self) -> list[int]:
         return sorted(self._manager.all_steps())
 
-    # ---- writing
-
     def save(self, state: TrainState, step: int, loop: dict, layout: dict) -> None:
         """Starts an asynchronous save. Raises the error of an earlier save that failed.
 
@@ -104,8 +102,6 @@ class Checkpoints:
     def _finish(self) -> None:
         self._manager.wait_until_finished()
         self._manager.check_for_errors()
-
-    # ---- reading
 
     def newest_intact(self, read: Callable[[int], T]) -> T:
         """Returns `read(step)` for the newest checkpoint that is not damaged.
@@ -200,8 +196,6 @@ class Checkpoints:
             reason = message if isinstance(error, Damaged) else f"{type(error).__name__}: {message}"
         raise Damaged(f"{self.folder}/{step} is damaged ({reason})") from error
 
-    # ---- keeping
-
     def _prune(self, *, at_end: bool = False) -> None:
         """Keeps the last `keep_checkpoints` intact checkpoints and deletes older ones.
 
@@ -284,10 +278,7 @@ def _items(state: TrainState) -> dict:
 
 
 def _parts(items: Mapping[str, Any], limit: int) -> Iterator[dict[str, Any]]:
-    """Splits the arrays of the items into parts of at most `limit` bytes, or one array.
-
-    Each part has placeholders for the other arrays.
-    """
+    """Yields the items in parts of at most `limit` bytes, or one array; `...` for the others."""
     leaves, structure = jax.tree.flatten(dict(items))
     parts, part_bytes = [{}], 0  # of each part: index of a leaf -> leaf
     for i, x in enumerate(leaves):

@@ -130,10 +130,7 @@ class Progress:
     def show(
         self, step: int, loss: float, rate: float, tokens_per_second: float, seconds_per_step: float
     ) -> None:
-        """Shows the progress line, with an estimate of the remaining time.
-
-        `seconds_per_step` is the average over the last logging interval.
-        """
+        """Shows the progress line. `seconds_per_step` is the average over the last interval."""
         done = f"step {step:>{len(f'{self.steps:,}')},}/{self.steps:,}  {step / self.steps:4.0%}"
         line = f"{done}  loss {loss:6.3f}  lr {rate:.1e}"
         if tokens_per_second:

@@ -207,9 +207,8 @@ def training_step(
         if ema is not None:  # a smaller decay at first, to forget the initial values
             decay = jnp.minimum(train.ema_decay, (1.0 + state.step) / (10.0 + state.step))
             ema = jax.tree.map(lambda old, new: decay * old + (1 - decay) * new, ema, params)
-        objective = sum(part.loss / weights[name] for name, part in sums.items())
         metrics = means(sums) | {
-            "objective": objective,
+            "objective": sum(part.loss / weights[name] for name, part in sums.items()),
             "tokens": sums[main_loss_name(sums)].weight,
             "grad_norm": optax.tree.norm(grads),
         }

@@ -39,6 +39,7 @@ _GEMMA_3 = _GEMMA_2 | {
 }  # fmt: skip
 _TOKENS = {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 1}
 _variant = functools.partial(llama.variant, special_tokens=_TOKENS)
+_ACTIVATIONS_BACK = ACTIVATIONS_BACK | {"gelu_tanh": "gelu_pytorch_tanh"}
 _PERI = {
     "input_layernorm": "self_attention_residual/in_norm",
     "post_attention_layernorm": "self_attention_residual/res_norm",
@@ -58,10 +59,6 @@ def _read_gemma(f: Fields) -> dict:
     return rotary(f) | _common(f) | {"activation": activation}
 
 
-def _activation(c: ModelConfig) -> str:
-    return (ACTIVATIONS_BACK | {"gelu_tanh": "gelu_pytorch_tanh"})[c.activation]
-
-
 def _read_gemma2(f: Fields) -> dict:
     local = [i % 2 == 0 for i in range(f.get("num_hidden_layers"))]
     return rotary(f) | _peri(f) | per_layer(window=llama.windows(f, local))
@@ -75,14 +72,10 @@ def _peri(f: Fields) -> dict:
     }
 
 
-def _write_gemma2(c: ModelConfig) -> dict:
-    return write_rotary(c) | _write_peri(c) | llama.write_windows(c)
-
-
 def _write_peri(c: ModelConfig) -> dict:
     return {
-        "hidden_act": _activation(c),
-        "hidden_activation": _activation(c),
+        "hidden_act": _ACTIVATIONS_BACK[c.activation],
+        "hidden_activation": _ACTIVATIONS_BACK[c.activation],
         "query_pre_attn_scalar": round((c.attention_scale or c.head_size**-0.5) ** -2),
     }
 
@@ -97,16 +90,17 @@ def _read_gemma3(f: Fields) -> dict:
     return _peri(f) | {"qk_norm": True} | llama.local_and_global(f, thetas, local)
 
 
-def _write_gemma3(c: ModelConfig) -> dict:
-    return _write_peri(c) | llama.write_local_and_global(c)
-
-
-def _write_gemma(c: ModelConfig) -> dict:
-    return write_rotary(c) | {"hidden_act": _activation(c)}
-
-
 FAMILIES = [
-    _variant("gemma", "GemmaForCausalLM", _GEMMA_1, _read_gemma, _write_gemma),
-    _variant("gemma2", "Gemma2ForCausalLM", _GEMMA_2, _read_gemma2, _write_gemma2, _PERI),
-    _variant("gemma3_text", "Gemma3ForCausalLM", _GEMMA_3, _read_gemma3, _write_gemma3, _PERI),
-]
+    _variant(
+        "gemma", "GemmaForCausalLM", _GEMMA_1, _read_gemma,
+        lambda c: write_rotary(c) | {"hidden_act": _ACTIVATIONS_BACK[c.activation]},
+    ),
+    _variant(
+        "gemma2", "Gemma2ForCausalLM", _GEMMA_2, _read_gemma2,
+        lambda c: write_rotary(c) | _write_peri(c) | llama.write_windows(c), _PERI,
+    ),
+    _variant(
+        "gemma3_text", "Gemma3ForCausalLM", _GEMMA_3, _read_gemma3,
+        lambda c: _write_peri(c) | llama.write_local_and_global(c), _PERI,
+    ),
+]  # fmt: skip

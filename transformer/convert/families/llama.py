@@ -146,10 +146,7 @@ def write_windows(c: ModelConfig, has_switch: bool = False) -> dict:
 
 
 def local_and_global(f: Fields, thetas: Mapping[str, float], is_local: list[bool]) -> dict:
-    """Reads layers with a window and layers without, each with rotary positions of their own.
-
-    `thetas` are the default bases by layer type.
-    """
+    """Reads layers with and without a window, whose default rotary bases are `thetas`."""
     positions = rotary_by_type(f, thetas, f.get("rope_scaling"))
     window = windows(f, is_local)
     kinds = ["sliding_attention" if x else "full_attention" for x in window]

@@ -70,8 +70,7 @@ def _weights(c: ModelConfig):
         if i or c.first_norm:
             yield from norm(f"{theirs}.attn_norm", f"{attention}_residual/in_norm", offset)
         yield from fused(f"{theirs}.attn.Wqkv", attention, c.qkv_has_bias)
-        out_bias = c.attention_has_bias
-        yield from linear(f"{theirs}.attn.Wo", f"{attention}/out", out_bias, inputs=2)
+        yield from linear(f"{theirs}.attn.Wo", f"{attention}/out", c.attention_has_bias, inputs=2)
         yield from norm(f"{theirs}.mlp_norm", f"{feed_forward}_residual/in_norm", offset)
         yield from fused(f"{theirs}.mlp.Wi", feed_forward, bias, ("gate", "in"))
         yield from linear(f"{theirs}.mlp.Wo", f"{feed_forward}/out", bias)

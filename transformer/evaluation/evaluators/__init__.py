@@ -7,15 +7,11 @@ from transformer.registry import Registry
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """The properties of a metric.
+    """The properties of a metric."""
 
-    `unit` is for display. `higher` is true if larger values are better. `of_tokens` is true if the
-    value depends on the tokenizer.
-    """
-
-    unit: str
-    higher: bool
-    of_tokens: bool
+    unit: str  # for display
+    higher: bool  # larger values are better
+    of_tokens: bool  # the value depends on the tokenizer
 
 
 EVALUATORS = Registry("train.evaluators", __name__)

@@ -24,30 +24,21 @@ class Evaluator:
     `train.evaluators` may set its fields: `dict(name="extrapolation", times=8)`.
     """
 
-    name: ClassVar[str]
-    """The registered name, by which a config selects the evaluator."""
-
-    in_training: ClassVar[bool]
-    """Whether to measure at every evaluation during training, in addition to `evaluate`."""
-
+    name: ClassVar[str]  # the registered name, by which a config selects the evaluator
+    in_training: ClassVar[bool]  # measure at evaluations in training, too, not just in `evaluate`
+    # First parts of metric names in addition to `name`: eval/depth/..., test/context/...
     metric_prefixes: ClassVar[tuple[str, ...]] = ()
-    """First parts of metric names in addition to `name`: eval/depth/..., test/context/..."""
-
+    # Part of a metric's name -> unit and direction, as in `KINDS` of transformer/units.py
     kinds: ClassVar[Mapping[str, Kind]] = {}
-    """Part of a metric's name -> unit and direction, as in `KINDS` of transformer/units.py."""
-
+    # Figures by position or layer, as in `PROFILES` of transformer/lab/profiles.py
     profiles: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    """Figures by position or layer, as in `PROFILES` of transformer/lab/profiles.py."""
 
     def error(self, problem: str) -> UserError:
         """Returns an error about the evaluator's options."""
         return UserError(f"train.evaluators: {self.name}: {problem}")
 
     def why_not(self, task: TrainTask) -> str | None:
-        """Returns why the evaluator does not apply to an experiment, or None if it applies.
-
-        In the error message, the text follows the evaluator's name.
-        """
+        """Returns why the evaluator cannot measure an experiment ("requires ..."), or None."""
         return None
 
     def measured_text(self, task: TrainTask) -> str:

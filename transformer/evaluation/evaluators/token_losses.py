@@ -80,8 +80,7 @@ class Extrapolation(Evaluator):
                 data = dataclasses.replace(config.data, buckets=(), **sizes)
                 max_batches = -(-self.tokens // (count * (longer - overlap))) if self.tokens else 0
                 at_length = dataclasses.replace(config, data=data, model=model, train=train)
-                longer_subject = subject.with_config(at_length)
-                mean, context = losses.mean(longer_subject, snapshot, max_batches)
+                mean, context = losses.mean(subject.with_config(at_length), snapshot, max_batches)
                 yield f"{name}/{longer:06d}", mean
                 if not overlap:
                     yield f"context/{longer:06d}", context

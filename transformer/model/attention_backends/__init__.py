@@ -63,16 +63,13 @@ def choose(name: str, q, k, v, inputs: Inputs) -> Attend:
         if not why_not:
             break
         problems[chosen] = why_not
-    _note(chosen, "; ".join(f"{backend}: {why_not}" for backend, why_not in problems.items()))
+    reason = "; ".join(f"{backend}: {why_not}" for backend, why_not in problems.items())
+    for listener in _LISTENERS:
+        listener.setdefault(chosen, reason)
     return BACKENDS[chosen].attend
 
 
 _LISTENERS: list[dict[str, str]] = []
-
-
-def _note(chosen: str, reason: str) -> None:
-    for listener in _LISTENERS:
-        listener.setdefault(chosen, reason)
 
 
 @contextlib.contextmanager

@@ -82,10 +82,7 @@ class Inputs:
         )
 
     def split(self) -> tuple[tuple, tuple, Callable[[tuple, tuple], "Inputs"]]:
-        """Splits the inputs for attention with a custom gradient.
-
-        Returns (inputs with gradients, inputs without gradients, function that joins the two).
-        """
+        """Returns (inputs with gradients, without gradients, function that joins the two)."""
         names = ("position", "sink_N", "q_tokens", "k_tokens", "dropout_key")
         arrays = tuple(getattr(self, name) for name in names)
         program = self.replace(**dict.fromkeys(names))

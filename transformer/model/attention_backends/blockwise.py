@@ -119,10 +119,7 @@ class Einsum:
         return out / jnp.swapaxes(total, 1, 2)[..., None], m + jnp.log(total)
 
     def backward(self, q, k, v, inputs: Inputs, lse, delta, d_out):
-        """Returns the gradients of q, k, v and the position scheme.
-
-        `lse` and `delta`, float32[B, N, t], are over all keys of the queries.
-        """
+        """Returns the gradients of q, k, v and the scheme. lse, delta: [B, N, t], of all keys."""
         with_scheme, position = lambda position: inputs.replace(position=position), inputs.position
         score = lambda q, k, position: logits(q, k, with_scheme(position))
         logits_BxNxtxs, pull_logits, mask_Bxtxs = jax.vjp(score, q, k, position, has_aux=True)
@@ -176,10 +173,7 @@ def accumulate(running: Running, q_Ixs, k_Jxs, v_Jxs, inputs: Inputs, pairs, inn
 def accumulate_gradients(
     grads: "Gradients", q_Ixs, k_Jxs, v_Jxs, inputs: Inputs, pairs, inner, *of_queries
 ) -> "Gradients":
-    """Returns `grads` plus the gradients of these pairs of blocks.
-
-    `of_queries` are the log-sum-exp, delta and the gradients of the outputs, in blocks.
-    """
+    """Returns `grads` plus those of these pairs. `of_queries`: lse, delta, d_out in blocks."""
 
     def add(grads: Gradients, pair):
         i, j = pair

@@ -171,14 +171,12 @@ def _forward(plan: _Plan, q, k, v, inputs: Inputs):
 
     running = Running.nothing(q, v.shape[-1], inputs.sink_N)
     running, _ = _scan_ring(plan, inputs, (running, kv), process)
-    return join(running.out_IxBxtxNxV).astype(v.dtype), _join_rows(running.lse_IxBxNxt)
+    lse_BxTxN = join(jnp.swapaxes(running.lse_IxBxNxt, 2, 3))
+    return join(running.out_IxBxtxNxV).astype(v.dtype), jnp.swapaxes(lse_BxTxN, 1, 2)
 
 
 def _backward(plan: _Plan, q, k, v, inputs: Inputs, out, lse_BxNxT, d_out):
-    """Returns the gradients of a device's queries, keys and values, and of the learned inputs.
-
-    The latter are summed over devices.
-    """
+    """Returns the gradients of a device's q, k, v and, over all devices, of the learned inputs."""
     dtypes, learned = (q.dtype, k.dtype, v.dtype), (inputs.position, inputs.sink_N)
     (q, q_tokens, out, d_out) = cut((q, inputs.q_tokens, out, d_out), plan.sizes[0])
     k, v, k_tokens = cut((k, v, inputs.k_tokens), plan.sizes[1])
@@ -200,8 +198,3 @@ def _backward(plan: _Plan, q, k, v, inputs: Inputs, out, lse_BxNxT, d_out):
     d_learned = jax.tree.map(total, (d_position, d_sink), learned)
     joined = lambda d, dtype: join(d).astype(dtype)
     return *map(joined, (d_q, d_k, d_v), dtypes), d_learned
-
-
-def _join_rows(x_IxBxNxt: jax.Array) -> jax.Array:
-    """Reshapes [I, B, N, t] to [B, N, I * t]."""
-    return jnp.swapaxes(join(jnp.swapaxes(x_IxBxNxt, 2, 3)), 1, 2)

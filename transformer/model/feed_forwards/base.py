@@ -1,4 +1,4 @@
-"""The interface of feed-forwards."""
+"""The interface of feed-forwards, which act on each token. Their fields are options of configs."""
 
 import dataclasses
 from collections.abc import Callable
@@ -16,14 +16,9 @@ Config = Any
 
 @dataclasses.dataclass(frozen=True)
 class FeedForward:
-    """The base class of feed-forwards.
+    """The base class of feed-forwards. Register one with `@FEED_FORWARDS.register("name")`."""
 
-    Register a subclass with `@FEED_FORWARDS.register("name")`. Its fields are the options that a
-    config may set.
-    """
-
-    exists: ClassVar[bool] = True
-    """Whether a layer has the sublayer. Otherwise, `build` is not called."""
+    exists: ClassVar[bool] = True  # whether a layer has the sublayer; if not, `build` is not called
 
     def build(self, config: Config, gain: float, out_gain: float) -> Callable[..., nn.Module]:
         """Returns a function that constructs the module from its `name`.
@@ -33,3 +28,10 @@ class FeedForward:
         those of the last one.
         """
         raise NotImplementedError
+
+
+@FEED_FORWARDS.register("none")
+class NoFeedForward(FeedForward):
+    """No feed-forward sublayer, as in attention-only models and stacked LSTMs."""
+
+    exists = False

@@ -110,10 +110,7 @@ Product = Callable[[jax.Array, Matrix], jax.Array]
 
 
 class Experts(nn.Module):
-    """y = sum over a token's K experts of w_e FF_e(x).
-
-    Sows the router's losses into the collection "losses".
-    """
+    """The sum over a token's K experts of w_e FF_e(x). Sows router losses into "losses"."""
 
     config: ModelConfig
     gain: float  # scales the initial matrices
@@ -182,8 +179,7 @@ class Matrices(nn.Module):
             return jax.vmap(lambda key: init_expert(key, sizes, dtype))(keys)
 
         def of_experts(name, init, sizes, names):
-            x = declare(self, name, init, ("expert", *names), (count, *sizes))
-            return x.astype(cfg.dtype)
+            return declare(self, name, init, ("expert", *names), (count, *sizes)).astype(cfg.dtype)
 
         kernel, bias = of_experts("kernel", init, sizes, names), None
         if cfg.use_bias:
@@ -222,10 +218,7 @@ def _costs(
 
 
 def with_capacity(factor: float):
-    """Returns the dispatch function for a capacity factor.
-
-    It moves tokens into capacity slots, applies the experts, and moves the outputs back.
-    """
+    """Returns the dispatch function that moves tokens to capacity slots, and outputs back."""
 
     def dispatch(x_BxTxD, experts_BxTxK, weights_BxTxK, real_BxT, matrices, apply, key):
         (B, T, D), K, E = x_BxTxD.shape, experts_BxTxK.shape[2], len(matrices["in"].kernel_ExIxO)

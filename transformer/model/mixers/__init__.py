@@ -1,8 +1,4 @@
-"""Token mixers: the sublayer that moves information between tokens.
-
-The rest of the code uses a mixer only through the interface of `Mixer`. To add a mixer, add a file
-to this package.
-"""
+"""Token mixers, used only through the interface of `Mixer`. To add one, add a file here."""
 
 from transformer.model.mixers.base import MIXERS, Context, Mixer
 

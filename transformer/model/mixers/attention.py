@@ -51,8 +51,7 @@ class SelfAttention(Mixer):
         size = config.num_heads * config.value_size
         if not config.attention_out and size != config.d_model:
             outputs = f"num_heads * d_value = {size} outputs, but model.d_model = {config.d_model}"
-            way_out = "set it to True, or change a size"
-            return f"model.attention_out: False leaves {outputs}; {way_out}"
+            return f"model.attention_out: False leaves {outputs}; set it to True, or change a size"
         return None
 
     def build(self, config, side, gain, out_gain):
@@ -215,8 +214,7 @@ class SourceAttention(Attention):
     def __call__(self, x_BxTxD, context: Context, position, state: Shared | None, deterministic):
         """Returns the output and the keys and values of the source. Does not use `position`."""
         if state is None:
-            kv = KeyValue(*map(by_head, self._keys_and_values(context.source_BxSxD)))
-            state = Shared(kv)
+            state = Shared(KeyValue(*map(by_head, self._keys_and_values(context.source_BxSxD))))
         batch, sources = len(x_BxTxD), len(state.value.k_BxKxSxH)
         all_rows = lambda x: jnp.broadcast_to(x, (batch, *x.shape[1:]))
         group = lambda x: all_rows(x).reshape(sources, -1, *x.shape[2:])

@@ -1,4 +1,4 @@
-"""The interface of token mixers, and the inputs that every layer receives.
+"""The interface of token mixers, which move information between tokens, and inputs of layers.
 
 A mixer owns its options (the fields of its dataclass), its parameters and forward pass (the module
 that `build` constructs), and its decoding state. The rest of the code treats the state as opaque.
@@ -75,33 +75,23 @@ class Context:
 class Mixer:
     """The base class of mixers. Register a subclass with `@MIXERS.register("name")`."""
 
+    # The sublayer's name in parameter paths and in the results of evaluators
     scope: ClassVar[str] = "mixer"
-    """The sublayer's name in parameter paths and in the results of evaluators."""
-
+    # The SHARED_FIELDS and NORM_FIELDS that it reads, and "use_bias" if that field adds its biases
     fields: ClassVar[frozenset[str]] = frozenset()
-    """The SHARED_FIELDS and NORM_FIELDS that the mixer reads, and "use_bias" if that field adds its
-    biases."""
-
+    # The hooks of position schemes (model/positions/base.py) that it supports
     hooks: ClassVar[frozenset[str]] = frozenset({"embed"})
-    """The hooks of position schemes (model/positions/base.py) that the mixer supports."""
-
-    observes: ClassVar[frozenset[str]] = frozenset()
-    """The statistics that the mixer can record (model/watch.py)."""
-
+    observes: ClassVar[frozenset[str]] = frozenset()  # statistics that it can record (watch.py)
+    # How a decoder layer reads the encoder. A name in SOURCE_MIXERS: in a separate sublayer.
+    # "none": not at all. Any other value: inside the mixer. A mixer may make this an option.
     source: ClassVar[str] = "cross_attention"
-    """How a decoder layer reads the encoder. A name in SOURCE_MIXERS: in a separate sublayer.
-    "none": not at all. Any other value: inside the mixer. A mixer may make this an option."""
-
+    # Whether each output is computed from the state after the previous token. Then the tokens of a
+    # sequence stay in order on one device, which rules out context parallelism.
     in_order: ClassVar[bool] = False
-    """Whether each output is computed from the state after the previous token. Then the tokens of a
-    sequence stay in order on one device, which rules out context parallelism."""
-
+    # Whether padding between two tokens of a document leaves the results at tokens unchanged.
+    # Padding before and after a document always does.
     skips_padding: ClassVar[bool] = True
-    """Whether padding between two tokens of a document leaves the results at tokens unchanged.
-    Padding before and after a document always does."""
-
-    causal: ClassVar[bool] = False
-    """Whether the mixer is defined for causal decoders alone."""
+    causal: ClassVar[bool] = False  # whether it is defined for causal decoders alone
 
     def check(self, config: Config, side: str) -> str | None:
         """Returns why the mixer cannot serve the layers of this stack, in one line, or None.

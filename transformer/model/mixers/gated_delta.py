@@ -22,10 +22,7 @@ from transformer.model.mixers.base import MIXERS, Context, Mixer
 
 
 class GatedDeltaState(NamedTuple):
-    """The decoding state: S, and the last W tokens, which the next convolution reads.
-
-    Its size does not depend on the number of tokens.
-    """
+    """The decoding state, of constant size: S, and the last W tokens, for the convolution."""
 
     s_BxNxHxV: jax.Array  # float32
     tail_BxWxNxF: jax.Array
@@ -160,10 +157,7 @@ def unit(x: jax.Array) -> jax.Array:
 
 
 def documents(tokens: Tokens, before_Bx1: jax.Array) -> jax.Array:
-    """Returns int32[B, T], the number of documents that have started in `tokens` up to each token.
-
-    0 stands for the document of the tokens before `tokens`.
-    """
+    """Returns int32[B, T]: documents started in `tokens` up to each; 0: the one before them."""
     segments_BxT = tokens.segments_BxT
     previous_BxT = jnp.concatenate([before_Bx1, segments_BxT[:, :-1]], axis=1)
     return jnp.cumsum((segments_BxT != previous_BxT) & (segments_BxT > 0), axis=1)

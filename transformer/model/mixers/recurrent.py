@@ -78,8 +78,7 @@ class Recurrent(Mixer):
 
     def build(self, config, side, gain, out_gain):
         if side == "decoder" and self.source in ("attention", "last"):
-            last = self.source == "last"
-            return functools.partial(Attentive, config, self, gain, out_gain, last)
+            return functools.partial(Attentive, config, self, gain, out_gain, self.source == "last")
         directions = ("forward", "backward") if side == "encoder" else ("forward",)
         return functools.partial(Directions, config, self, gain * out_gain, directions)
 
@@ -190,11 +189,7 @@ class Recurrence(nn.Module):
 
 
 class Directions(nn.Module):
-    """A recurrence from the first token to the last, without a source.
-
-    With several `directions`, a recurrence from each end, whose outputs are concatenated (Schuster
-    & Paliwal 1997).
-    """
+    """A recurrence from the first token on or, joined, from both ends (Schuster & Paliwal 1997)."""
 
     config: ModelConfig
     kind: Recurrent

@@ -76,8 +76,7 @@ class Placement:
     layer_scale: float = 0.0
     warmup_hint: int = 0  # warm-up steps without which training is known to fail; 0: none
 
-    fixed: ClassVar[tuple[str, ...]] = ()
-    """The parts that have no effect, or no other value, in this placement."""
+    fixed: ClassVar[tuple[str, ...]] = ()  # parts that have no effect or no other value here
 
     def __post_init__(self):
         for part in ("branch_gain", "branch_scale"):

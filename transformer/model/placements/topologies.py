@@ -129,8 +129,7 @@ class MixLN(Placement):
     def __post_init__(self):
         super().__post_init__()
         if not 0 < self.share < 1:
-            problem = f"{self.share} must be between 0 and 1"
-            raise UserError(f"model.norm_placement.share: {problem}")
+            raise UserError(f"model.norm_placement.share: {self.share} must be between 0 and 1")
 
     def connect(self, parts, site, x_BxTxD, branch):
         norm, is_post = parts.norm("norm"), site.layer < math.floor(self.share * site.layers)

@@ -1,8 +1,4 @@
-"""Position schemes: how a model represents the order of tokens.
-
-The rest of the code uses a scheme only through the hooks of `Position`. To add a scheme, add a file
-to this package.
-"""
+"""Position schemes, used only through the hooks of `Position`. To add one, add a file here."""
 
 from transformer.model.positions.base import SCHEMES, Pair, Position, StackFacts, Terms, build
 

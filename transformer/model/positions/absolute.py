@@ -18,7 +18,6 @@ class Learned(Position):
     P: [max_length + offset, d_model] is learned.
 
     Parameters: (max_length + offset) * d_model per stack.
-    Cross-attention: not applied.
     Cache: the embedding of the new token's position is looked up.
     Beyond the training length: undefined; lengths over `max_length` raise an error.
     """
@@ -54,7 +53,6 @@ class Sinusoidal(Position):
     and Marian. `offset` is added to t; fairseq counts from 2.
 
     Parameters: none.
-    Cross-attention: not applied.
     Cache: PE is computed at the new token's position.
     Beyond the training length: defined, but models do not extrapolate; perplexity rises at once
         (Press et al. 2022).
@@ -73,8 +71,7 @@ class Sinusoidal(Position):
         return None
 
     def embed(self, x_BxTxD, positions_BxT):
-        d_model = x_BxTxD.shape[-1]
-        values = sinusoids(positions_BxT + self.offset, d_model, self.base, self.layout)
+        values = sinusoids(positions_BxT + self.offset, x_BxTxD.shape[-1], self.base, self.layout)
         return x_BxTxD + values.astype(x_BxTxD.dtype)
 
 

@@ -35,8 +35,8 @@ def option(default):
 
 
 def fact(default=None):
-    """Declares a static field that `bind` fills in from the stack."""
-    return struct.field(pytree_node=False, default=default)
+    """Declares a static field that `bind` sets to the StackFacts of the same name."""
+    return struct.field(pytree_node=False, default=default, metadata={"fact": True})
 
 
 def declare(param: Param, facts: "StackFacts", name: str, shape, names, init) -> jax.Array:
@@ -109,13 +109,8 @@ class Terms:
 class Position:
     """The base class of position schemes. A scheme overrides the hooks that it needs.
 
-    embed: adds positions to the token embeddings.
-    rotate: rotates queries and keys.
-    distance_bias: adds a function of the distance to the attention logits.
-    bias: adds a function of the two positions to the attention logits.
-    score: changes the attention logits, given queries and keys.
-    value: changes the attention output.
-    terms: describes what the scheme adds by distance, for fused kernels.
+    None acts in cross-attention. Unless a scheme says otherwise, the cache needs nothing but the
+    positions that are stored with the keys, from which distances come.
 
     By default, hooks do nothing. A config can set the fields that are declared with
     `option(default)`, and `check` rejects invalid values. `bind` and `bind_layer` declare
@@ -130,18 +125,16 @@ class Position:
         return None
 
     def bind(self, param: Param, facts: StackFacts) -> "Position":
-        """Returns the scheme with its parameters, which `param` declares once per stack."""
-        return self
+        """Returns the scheme with its facts and parameters, declared by `param` once per stack."""
+        names = [field.name for field in dataclasses.fields(self) if "fact" in field.metadata]
+        return self.replace(**{name: getattr(facts, name) for name in names}) if names else self
 
     def bind_layer(self, param: Param, facts: StackFacts) -> "Position":
         """Returns the scheme with one layer's parameters, declared in its self-attention."""
         return self
 
     def at(self, positions_BxT: jax.Array) -> "Position":
-        """Returns the scheme with all values that depend on positions alone.
-
-        They are computed once per stack instead of once per layer.
-        """
+        """Returns the scheme with all values that depend on positions alone, once per stack."""
         return self
 
     def embed(self, x_BxTxD: jax.Array, positions_BxT: jax.Array) -> jax.Array:
@@ -165,10 +158,7 @@ class Position:
         return None
 
     def bias(self, q_positions_BxT: jax.Array, k_positions_BxS: jax.Array) -> jax.Array | None:
-        """Returns float32[B, N, T, S], to be added to the scaled logits, or None.
-
-        A scheme that depends on distances alone overrides `distance_bias` instead.
-        """
+        """Returns float32[B, N, T, S] to add to the scaled logits, or None; see `distance_bias`."""
         distance_BxTxS = q_positions_BxT[:, :, None] - k_positions_BxS[:, None, :]
         bias, shape = self.distance_bias(distance_BxTxS), list(distance_BxTxS.shape)
         if bias is None:
@@ -184,17 +174,11 @@ class Position:
     def score(
         self, logits_BxNxTxS: jax.Array, q_BxTxNxH: jax.Array, k_BxSxNxH: jax.Array, pair: "Pair"
     ) -> jax.Array:
-        """Returns the scaled logits with position terms that depend on queries and keys.
-
-        Fused kernels use `terms` instead.
-        """
+        """Returns the scaled logits with position terms that depend on queries and keys."""
         return logits_BxNxTxS
 
     def value(self, out_BxTxNxH: jax.Array, weights_BxNxTxS: jax.Array, pair: "Pair") -> jax.Array:
-        """Returns the attention output with position terms added.
-
-        Fused kernels use `terms` instead.
-        """
+        """Returns the attention output with position terms added."""
         return out_BxTxNxH
 
     def terms(self, distance_D: jax.Array, scale: float) -> Terms:
@@ -222,18 +206,13 @@ class Position:
     def _overrides(self, hook: str) -> bool:
         return getattr(type(self), hook) is not getattr(Position, hook)
 
+    # Whether `bias`, `score` and `value` at a query and a key depend on this pair alone
     pairwise: ClassVar[bool] = True
-    """Whether `bias`, `score` and `value` at a query and a key depend on this pair alone."""
-
+    # Whether `bias`, `score` and `value` depend on positions only through the distance t - s. Set
+    # automatically for a scheme that overrides `distance_bias`.
     by_distance: ClassVar[bool] = False
-    """Whether `bias`, `score` and `value` depend on positions only through the distance t - s. Set
-    automatically for a scheme that overrides `distance_bias`."""
-
-    bounded: ClassVar[bool] = False
-    """Whether the scheme has one parameter vector for each position below `max_length`."""
-
-    ends: ClassVar[bool] = False
-    """Whether the scheme is undefined at positions of `max_length` and beyond."""
+    bounded: ClassVar[bool] = False  # has one parameter vector for each position below `max_length`
+    ends: ClassVar[bool] = False  # is undefined at positions of `max_length` and beyond
 
     @property
     def hooks(self) -> frozenset[str]:
@@ -266,7 +245,6 @@ class NoPE(Position):
     token attends to. Without one, attention ignores order: permuting tokens permutes outputs.
 
     Parameters: none.
-    Cross-attention: not applied.
     Cache: unaffected.
     Beyond the training length: well defined.
     """

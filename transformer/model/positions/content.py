@@ -33,8 +33,7 @@ def _projection(param, facts, name: str) -> jax.Array:
 
 
 def _products(x_BxTxNxH: jax.Array, table_RxH: jax.Array) -> jax.Array:
-    f32 = jnp.float32
-    return jnp.einsum("BTNH,RH->BNTR", x_BxTxNxH, table_RxH, preferred_element_type=f32)
+    return jnp.einsum("BTNH,RH->BNTR", x_BxTxNxH, table_RxH, preferred_element_type=jnp.float32)
 
 
 def _pick(x_BxNxTxR: jax.Array, index_BxTxS: jax.Array) -> jax.Array:
@@ -59,8 +58,6 @@ class Shaw(Position):
     distance, which the heads of a layer share.
 
     Parameters: (2 * max_distance + 1) * (d_head + d_value) per layer.
-    Cross-attention: not applied.
-    Cache: distances come from the positions that are stored with the keys.
     Beyond the training length: extrapolates for a while; all longer distances share a vector.
     """
 
@@ -117,8 +114,6 @@ class TransformerXL(Position):
     p is the sinusoidal embedding of the distance. Each layer has its own W_R, u and v.
 
     Parameters: d_model * num_heads * d_head + 2 * num_heads * d_head per layer.
-    Cross-attention: not applied.
-    Cache: distances come from the positions that are stored with the keys.
     Beyond the training length: degrades slowly.
     Cost: T * S sinusoidal embeddings of size d_model, and their products with queries.
     """
@@ -175,8 +170,6 @@ class Deberta(Position):
     projections K and Q of p. The config's scale is divided by sqrt(3) for the three terms.
 
     Parameters: 2 * max_distance * d_model per stack, 2 * d_model * num_heads * d_head per layer.
-    Cross-attention: not applied.
-    Cache: distances come from the positions that are stored with the keys.
     Beyond the training length: all longer distances share a vector.
     """
 
@@ -219,8 +212,7 @@ class Deberta(Position):
         index_D, k = self._index(distance_D), self.max_distance
         of_distance = lambda table_RxNxH: jnp.swapaxes(table_RxNxH[index_D], 0, 1)
         keys, queries = of_distance(self.keys_RxNxH), of_distance(self.queries_RxNxH)
-        ends = -k, k - 1
-        return Terms(scale / 3**0.5, keys_NxDxH=keys, queries_NxDxH=queries, ends=ends)
+        return Terms(scale / 3**0.5, keys_NxDxH=keys, queries_NxDxH=queries, ends=(-k, k - 1))
 
 
 @register("cope")
@@ -236,7 +228,6 @@ class CoPE(Position):
 
     Parameters: max_positions * d_head per layer.
     Mask: must be causal.
-    Cross-attention: not applied.
     Cache: keys are stored in the order of their positions, so that counts are unaffected.
     Beyond the training length: extrapolates where counts stay small.
     """

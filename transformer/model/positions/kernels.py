@@ -24,8 +24,6 @@ class Kerple(Position):
     each layer has its own.
 
     Parameters: 2 * num_heads per stack.
-    Cross-attention: not applied.
-    Cache: distances come from the positions that are stored with the keys.
     Beyond the training length: extrapolates; the logarithm flattens.
     """
 
@@ -56,8 +54,6 @@ class Sandwich(Position):
     attention-gym uses 0, NeMo uses 1.
 
     Parameters: none.
-    Cross-attention: not applied.
-    Cache: distances come from the positions that are stored with the keys.
     Beyond the training length: extrapolates; near keys have the largest weights, as in ALiBi.
     """
 
@@ -71,9 +67,6 @@ class Sandwich(Position):
         if self.width < 2 or self.width % 2:
             return f"model.position.width: {self.width} must be even and positive"
         return None
-
-    def bind(self, param, facts):
-        return self.replace(num_heads=facts.num_heads)
 
     def distance_bias(self, distance):
         d = jnp.abs(distance).astype(jnp.float32)
@@ -96,8 +89,6 @@ class Fire(Position):
     (without a causal mask), the distance keeps its sign.
 
     Parameters: width * (3 + width + N) + N + 2 per stack, shared by its layers ("FIRE-S").
-    Cross-attention: not applied.
-    Cache: distances come from the positions that are stored with the keys.
     Beyond the training length: extrapolates; the network's inputs stay in [-1, 1].
     Cost: a network of width^2 multiplications per pair of tokens.
     """

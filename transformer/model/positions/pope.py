@@ -31,7 +31,6 @@ class PoPE(Position):
     The paper's text was not available to confirm that each layer has a bias of its own.
 
     Parameters: a bias per layer, head and dimension.
-    Cross-attention: not applied.
     Cache: keys are stored with their phases, at twice the size.
     Beyond the training length: extrapolates better than rotary (the paper, section 5).
     """
@@ -50,9 +49,6 @@ class PoPE(Position):
 
     def key_size(self, facts):
         return 2 * facts.d_head
-
-    def bind(self, param, facts):
-        return self.replace(d_head=facts.d_head)
 
     def bind_layer(self, param, facts):
         uniform = lambda *args: -2 * math.pi * jax.random.uniform(*args)

@@ -26,8 +26,6 @@ class ALiBi(Position):
         for all heads or one for each. Hewitt's notes have (1.0,).
 
     Parameters: none; with learned slopes, num_heads per stack.
-    Cross-attention: not applied.
-    Cache: distances come from the positions that are stored with the keys.
     Beyond the training length: extrapolates.
     """
 
@@ -48,11 +46,12 @@ class ALiBi(Position):
         return None
 
     def bind(self, param, facts):
-        slopes_N = None
-        if self.slopes == "learned":
-            start = lambda key, shape, dtype: jnp.asarray(alibi_slopes(*shape), dtype)
-            slopes_N = declare(param, facts, "slopes", (facts.num_heads,), ("heads",), start)
-        return self.replace(num_heads=facts.num_heads, slopes_N=slopes_N)
+        scheme = super().bind(param, facts)
+        if self.slopes != "learned":
+            return scheme
+        start = lambda key, shape, dtype: jnp.asarray(alibi_slopes(*shape), dtype)
+        slopes_N = declare(param, facts, "slopes", (facts.num_heads,), ("heads",), start)
+        return scheme.replace(slopes_N=slopes_N)
 
     def distance_bias(self, distance):
         slopes_N = self.slopes_N
@@ -81,8 +80,6 @@ class T5Bias(Position):
     buckets are for keys after the query. The layers of a stack share the table.
 
     Parameters: num_buckets * num_heads per stack.
-    Cross-attention: not applied.
-    Cache: distances come from the positions that are stored with the keys.
     Beyond the training length: extrapolates for a while; all distances over `max_distance` share a
         bucket.
     """
@@ -103,7 +100,7 @@ class T5Bias(Position):
         shape, names = (self.num_buckets, facts.num_heads), ("buckets", "heads")
         init = nn.initializers.normal((facts.d_model / facts.m_D) ** -0.5)
         table = declare(param, facts, "relative_bias", shape, names, init)
-        return self.replace(causal=facts.causal, table_RxN=table)
+        return super().bind(param, facts).replace(table_RxN=table)
 
     def distance_bias(self, distance):
         bucket = t5_bucket(-distance, self.num_buckets, self.max_distance, self.causal)
@@ -111,10 +108,7 @@ class T5Bias(Position):
 
 
 def t5_bucket(distance: jax.Array, num_buckets: int, max_distance: int, causal: bool) -> jax.Array:
-    """Returns the bucket of each distance (key minus query), int32, of the same shape.
-
-    This is T5's `_relative_position_bucket`.
-    """
+    """Returns each distance's bucket, int32 (key minus query; T5's `_relative_position_bucket`)."""
     if causal:
         offset, distance = 0, jnp.maximum(-distance, 0)
     else:

@@ -31,7 +31,6 @@ class Rotary(Position):
         dict(name="proportional", share=...), which is p-RoPE, or dict(name="longrope", ...).
 
     Parameters: none.
-    Cross-attention: not applied.
     Cache: keys are stored after rotation.
     Beyond the training length: degrades soon (Press et al. 2022; Kazemnejad et al. 2023).
     """
@@ -59,9 +58,6 @@ class Rotary(Position):
     @property
     def _scaling(self) -> Scaling:
         return SCALINGS.build(self.scaling)
-
-    def bind(self, param, facts):
-        return self.replace(d_head=facts.d_head)
 
     def at(self, positions_BxT):
         rotated = int(self.d_head * self.fraction)

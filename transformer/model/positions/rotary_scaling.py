@@ -27,10 +27,7 @@ class Scaling:
     min_dimensions: ClassVar[int] = 2
 
     def check(self, theta: float, d: int) -> str | None:
-        """Returns why the options are invalid for `d` rotated dimensions, in one line, or None.
-
-        The line starts with an option.
-        """
+        """Returns why options are invalid for `d` rotated dimensions, as "OPTION: ...", or None."""
         if d < (least := self.min_dimensions):
             return f"name: {self.name!r} needs at least {least} rotated dimensions, not {d}"
         if getattr(self, "factor", 1.0) < 1.0:
@@ -48,10 +45,7 @@ class Scaling:
         return getattr(self, "factor", 2.0) == 1.0 and not getattr(self, "attention_factor", 0.0)
 
     def frequencies(self, theta: float, d: int, length_B: jax.Array) -> jax.Array:
-        """Returns the frequencies, float32[P].
-
-        They are float32[B, P] if they depend on `length_B`, the current length of each sequence.
-        """
+        """Returns float32[P], or float32[B, P] if they depend on the current lengths."""
         return theta ** (-jnp.arange(0, d, 2, dtype=jnp.float32) / d)
 
     @property

@@ -50,7 +50,6 @@ class XPos(Position):
 
     Parameters: none.
     Mask: must be causal, because the decay has a direction.
-    Cross-attention: not applied.
     Cache: keys are stored after rotation and scaling.
     Beyond the training length: degrades later than rotary.
     """
@@ -94,13 +93,9 @@ class XPos(Position):
     def key_size(self, facts):
         return facts.d_head * self._blocks(facts.max_length)
 
-    def bind(self, param, facts):
-        return self.replace(d_head=facts.d_head, max_length=facts.max_length)
-
     def at(self, positions_BxT):
         length, blocks = self._block_length, self._blocks(self.max_length)
-        rows = -(-self.max_length // _ROW)
-        start_A = _ROW * np.arange(rows)  # the first position of each row
+        start_A = _ROW * np.arange(-(-self.max_length // _ROW))  # the first position of each row
         center_C = length * np.arange(blocks) + min(self.max_length, length) // 2
         pairs_P = 2.0 * np.arange(self.d_head // 2) / self.d_head
         decay_P = np.log((pairs_P + self.gamma) / (1.0 + self.gamma)) / self.scale_base

@@ -23,17 +23,11 @@ Config = Any
 class Optimizer:
     """The base class of optimizers. Register a subclass with `@OPTIMIZERS.register("name")`."""
 
-    name: ClassVar[str]
-    """The name by which a config chooses the optimizer. `register` sets it."""
-
+    name: ClassVar[str]  # by which a config chooses the optimizer; `register` sets it
+    # Those of `b1`, `b2`, `epsilon`, `momentum` that it reads. The config rejects the others.
     fields: ClassVar[frozenset[str]] = frozenset()
-    """Those of `b1`, `b2`, `epsilon`, `momentum` that it reads. The config rejects the others."""
-
-    moments: ClassVar[int] = 0
-    """The number of arrays in its state that have the shape of the parameters."""
-
-    scales_with_size: ClassVar[bool] = False
-    """Whether the multipliers of muP and CompleteP are derived for it."""
+    moments: ClassVar[int] = 0  # arrays in its state that have the shape of the parameters
+    scales_with_size: ClassVar[bool] = False  # whether muP and CompleteP are derived for it
 
     def learning_rate(self, place: Place, rule: Rule) -> float:
         """Returns the multiplier of a parameter's update; by default, the rule's, for Adam."""

@@ -90,10 +90,7 @@ class MuonState:
 
 
 def _axes(path: str, x: Any, per_head: bool) -> Axes | None:
-    """Returns the axes of a parameter that Muon updates; None for the others.
-
-    Raises UserError without logical names.
-    """
+    """Returns the axes of a parameter that Muon updates, or None. Raises UserError if unnamed."""
     if not is_box(x):
         if not re.match(r"(encoder|decoder)/layers", path):
             return None

@@ -95,10 +95,7 @@ def _whole(q_BxTxNxH, k_BxSxKxH, v_BxSxKxV, inputs: Inputs) -> jax.Array:
 
 
 class BlockPair:
-    """Computes a block of queries with a block of keys (see blockwise.py).
-
-    block: the largest number of tokens in a block.
-    """
+    """Computes a pair of blocks of at most `block` queries and keys each (see blockwise.py)."""
 
     def __init__(self, block: int):
         self.block = block

@@ -120,10 +120,7 @@ class Call:
         return self._on_each_device(forward, 2, *qkv, terms, limits, seed)
 
     def backward(self, q_BxNxTxH, k_BxKxSxH, v_BxKxSxV, terms, limits, seed, *of_queries):
-        """Returns the gradients of q, k, v and the terms.
-
-        `of_queries` are the log-sum-exp, delta and the gradients of the outputs (backward.py).
-        """
+        """Returns the gradients of q, k, v and the terms. `of_queries`: lse, delta, d_out."""
         kernel = functools.partial(backward, learned=self.learned)
         args = (q_BxNxTxH, k_BxKxSxH, v_BxKxSxV, terms, limits, seed, *of_queries)
         d_q, d_k, d_v, *d_terms = self._on_each_device(kernel, 3, *args, learned=self.learned)

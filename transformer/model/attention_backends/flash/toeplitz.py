@@ -90,10 +90,7 @@ def table(vectors_Nx8xD: jax.Array | None):
 
 
 def first_row(row, lane, lanes: int):
-    """Returns the table row of a tile's first 128 lanes, whose first element is at (row, lane).
-
-    `lanes` is the number of lanes of the whole array, not of the tile.
-    """
+    """Returns the table row of the first 128 lanes of a tile at (row, lane) of `lanes` in all."""
     return pl.multiple_of(row - lane + lanes - LANES, LANES)
 
 
