@@ -116,6 +116,8 @@ class Programs:
         with use(self.mesh):
             self.state, self.shardings = abstract_state(*of_state)
             self.batch = batch_shapes(config, self.mesh)
+        inputs = [x for name, x in self.batch.items() if name in ("inputs", "source")]
+        self.tokens = sum(math.prod(x.shape) for x in inputs)
         generates = config.objective.generates_text and config.model.family != "encoder"
         self.names = PROGRAMS if generates else PROGRAMS[:2]
         self._sequences = config.decoding.batch_size * config.decoding.beam_size

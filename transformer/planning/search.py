@@ -40,7 +40,7 @@ def search(
     """
     plans: list[Plan] = []
     reasons = collections.Counter()
-    size = sum(math.prod(x.shape) for x in jax.tree.leaves(abstract_params(config.model)))
+    size = sum(x.size for x in jax.tree.leaves(abstract_params(config.model)))
     # Parameters, gradients, optimizer moments and the moving average
     copies = 2 + config.optimizer.rule.moments + bool(config.train.ema_decay)
     state = size * (4 if config.model.param_dtype == "float32" else 2) * copies
@@ -75,8 +75,7 @@ def search(
                 break
     if not plans:
         reasons = reasons or {"no mesh has this number of devices and slices": 1}
-        reason = max(reasons, key=reasons.get)
-        raise UserError(f"--search: nothing to try on {topology}; {reason}")
+        raise UserError(f"--search: nothing to try on {topology}; {max(reasons, key=reasons.get)}")
     return sorted(plans, key=lambda plan: (not plan.fits, plan.step or math.inf, plan.train.peak))
 
 
