@@ -173,13 +173,6 @@ def tables(effects: Sequence[Effect]) -> list[list[list[str]]]:
     return [rows] if effects else []
 
 
-def as_csv(effects: Sequence[Effect]) -> list[list]:
-    """Returns the effects in full precision."""
-    row = lambda name, x, p: [name, x.mean, x.low, x.high, p, x.count]
-    head = ["effect", "difference", "low", "high", "p_corrected", "seeds"]
-    return [head, *(row(x.name, x.versus.mean, x.versus.p) for x in effects)]
-
-
 @dataclasses.dataclass(frozen=True)
 class Scan:
     """The metric at each value of a field, for one setting of the other fields."""
