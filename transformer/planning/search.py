@@ -15,6 +15,7 @@ import jax
 
 from transformer.config import Experiment
 from transformer.errors import UserError
+from transformer.mapping import apply_overrides
 from transformer.model.network import abstract_params
 from transformer.parallel.sharding import batch_parts, format_bytes
 from transformer.planning.chips import Topology
@@ -121,9 +122,7 @@ def _with_layout(config: Experiment, mesh: dict, remat: str, times: int) -> Expe
     if config.data.batch_size % (accumulate * batch_parts(mesh)):
         return None
     config = config.on(dataclasses.replace(config.mesh, **mesh))
-    model = dataclasses.replace(config.model, remat=remat)
-    train = dataclasses.replace(config.train, accumulate=accumulate)
-    return dataclasses.replace(config, model=model, train=train)
+    return apply_overrides(config, {"model.remat": remat, "train.accumulate": accumulate})
 
 
 def _tokens(config: Experiment, mesh: dict[str, int]) -> float:

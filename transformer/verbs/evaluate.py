@@ -3,7 +3,7 @@
 import sys
 
 from transformer.output import BOLD, event, styled
-from transformer.verbs.common import folder, open_run
+from transformer.verbs.common import folder
 
 HEADLINES = ("bleu", "exact", "bits_per_byte", "labels_accuracy", "loss")
 """The metric that is printed first, in bold: the first of these that the run has."""
@@ -16,13 +16,10 @@ def arguments(parser) -> None:
 
 
 def run(args, overrides) -> int:
-    from transformer.parallel.mesh import use
+    from transformer.api import evaluate, load_run
     from transformer.parallel.processes import is_first
-    from transformer.runs.evaluate import evaluate, load_trained
 
-    config, mesh = open_run(args, overrides)
-    with use(mesh):
-        metrics = evaluate(load_trained(args.workdir, config, mesh), mesh, args.part)
+    metrics = evaluate(load_run(args.workdir, overrides), args.part)
     # Without the values of each layer and head
     summary = {name: value for name, value in metrics.items() if name.count("/") < 3}
     headline = next((name for name in HEADLINES if name in summary), "loss")
