@@ -20,8 +20,7 @@ from pathlib import Path
 from transformer.errors import UserError
 from transformer.files import write_atomic
 
-STALE = 90.0
-"""Seconds without renewal after which a claim is dead."""
+STALE = 90.0  # seconds without renewal after which a claim is dead
 
 
 @dataclasses.dataclass(frozen=True)

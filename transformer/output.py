@@ -163,8 +163,7 @@ def human_number(x: float) -> str:
     return f"{x:,.2f}" if abs(x) < 1e6 else f"{x:.1e}"
 
 
-BOLD, RED = 1, 31
-"""Styles of text on a terminal."""
+BOLD, RED = 1, 31  # styles of text on a terminal
 
 
 def styled(text: str, style: int, stream) -> str:

@@ -41,7 +41,6 @@ class Chip:
 
 _DCN = 6.25e9  # 200 Gbit/s per host of four chips
 
-# fmt: off
 CHIPS = {
     "v4": Chip("TPU v4", 275e12, 32 * GIB, 1.228e12, 45e9, _DCN, axes=3, cores=2, pod=(4096, 16),
                mxu=128, mode="megacore"),
@@ -56,11 +55,9 @@ CHIPS = {
     "h200": Chip("H200 SXM", 989e12, 141e9, 4.8e12, 450e9, 50e9),
     "b200": Chip("B200 SXM", 2250e12, 180e9, 8.0e12, 900e9, 50e9),
     "cpu": Chip("CPU", 0, 0, 0, 0, 0),
-}
-# fmt: on
+}  # fmt: skip
 
-HOST = 8
-"""GPUs per host. Each is connected to all others."""
+HOST = 8  # GPUs per host; each is connected to all others
 
 
 @dataclasses.dataclass(frozen=True)
