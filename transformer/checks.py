@@ -116,8 +116,7 @@ def strict(section: str, effects: tuple[Effect, ...] = ()):
     float32 cannot hold, and a field that has no effect. `section` is the config's name in an
     experiment.
 
-    As in a JSON file, an integer is accepted for a float, a list for a tuple, and a mapping for a
-    config or a choice.
+    As in JSON, integers are accepted for floats, lists for tuples, mappings for configs or choices.
     """
 
     def decorate(cls):

@@ -28,8 +28,7 @@ class Process:
     """A process on some machine.
 
     `began` identifies the PID namespace and the start time. It distinguishes the process from a
-    later one with the same PID and from one with this PID in another container. It is empty where
-    the system does not provide the values.
+    later one with the same PID and from one with this PID in another container. "" if unknown.
     """
 
     host: str

@@ -173,8 +173,7 @@ class Sweep:
     {"parameters": "T5's bias has 128 numbers"}.
 
     Two arms that build the same programs are an error unless one of them is a control. `controls`
-    maps such arms to reasons. Example: {"again": "another spelling of the same model must give the
-    same numbers"}.
+    maps such arms to reasons. Example: {"again": "another spelling must give the same numbers"}.
     """
 
     grid: Grid

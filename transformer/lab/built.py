@@ -30,8 +30,7 @@ IN_PROGRAMS = (
 """Config sections and fields whose effect appears in the lowered programs."""
 
 NOT_IN_PROGRAMS = ("max_length", "pipeline_microbatches", "pipeline_rounds", "_id")
-"""Suffixes of model fields that do not appear in the programs. Decoding, evaluation or runs on
-other meshes use them."""
+"""Suffixes of model fields outside programs: of decoding, evaluation or runs on other meshes."""
 
 
 def twins(configs: Mapping[str, Experiment], alike: Mapping[str, object]) -> dict[str, str]:

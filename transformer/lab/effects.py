@@ -219,8 +219,7 @@ def _scan(results: Results, field: str, setting: str, arms: Mapping[float, Arm])
     for x, arm in arms.items():
         losses[x] = [min(value, worst) for value in arm.values(metric).values()]
         losses[x] += [worst] * len(arm.diverged)
-        reaches_worst = is_loss and bool(losses[x]) and max(losses[x]) >= worst
-        completes[x] = not arm.diverged and bool(losses[x]) and not reaches_worst
+        completes[x] = bool(losses[x]) and max(losses[x]) < worst
         is_close[x] = x in finished and abs(finished[x].mean - least) <= CLOSE * abs(least)
     stable = _around(best, completes) if completes[best] else None
     if is_loss:

@@ -1,8 +1,7 @@
 """Checks that arms are comparable, and sizes arms to match the baseline.
 
 A field may have side effects: other parameter counts, floating-point operations, attention kernels
-or text. They are computed from the built models and programs before any training starts, and a
-sweep must declare them.
+or text. They are computed from the built models and programs, and a sweep must declare them.
 """
 
 import bisect

@@ -137,8 +137,7 @@ def _predictions(scaling: Scaling, points: Mapping[str, Points], held) -> Table:
 
 
 def _figure(points: Mapping[str, Points], scaling: Scaling, held) -> Figure:
-    labels = {"xlabel": "training FLOPs", "ylabel": "validation loss"}
-    figure, axes = new_figure(3.5, xscale="log", **labels)
+    figure, axes = new_figure(3.5, xscale="log", xlabel="training FLOPs", ylabel="validation loss")
     for name, style in styles(list(points)).items():
         x, line = points[name], {key: style[key] for key in ("color", "linestyle")}
         for out, fill in ((False, style["color"]), (True, "none")):

@@ -21,17 +21,14 @@ class Chip:
     flops: float  # bfloat16 multiplications and additions per second
     hbm: float  # bytes
     hbm_rate: float  # bytes per second
-    # Bytes per second in one direction: of one link of a torus, or of all links of a GPU in a host
-    link_rate: float
-    # Bytes per second in one direction to another slice or GPU host: a chip's share
-    outer_rate: float
+    link_rate: float  # bytes per second and direction: of a torus's link, or of all of a GPU's
+    outer_rate: float  # bytes per second and direction to another slice or GPU host: a chip's share
     axes: int = 0  # axes of a TPU's torus; a chip has a link in both directions along each
     devices: int = 1  # JAX devices per chip
     cores: int = 1  # cores per chip, which the product's name counts: v5p-128 has 64 chips
     pod: tuple[int, int] = (0, 0)  # the largest slice: chips, and chips along an axis
     mxu: int = 0  # side of each of a core's four matrix units; 0: unknown
-    # libtpu's mode in which a chip's two cores are one device, where it is not the default
-    mode: str = ""
+    mode: str = ""  # libtpu's mode in which a chip's two cores are one device, if not the default
 
     @property
     def clock(self) -> float:

@@ -2,8 +2,7 @@
 
 Programs for TPUs are compiled by the TPU compiler in libtpu (extra [tpu]), which needs no TPU.
 Programs for GPUs and CPUs are compiled for simulated CPU devices. That compiler shards arrays and
-inserts collectives as the machine's does, but allocates buffers differently. It compiles from
-shapes alone and allocates no array.
+inserts collectives as the machine's does, but allocates buffers differently. No array is allocated.
 """
 
 import contextlib
@@ -63,8 +62,7 @@ class Compiled:
 def start(topology: Topology) -> list:
     """Returns the devices of a machine that you do not have.
 
-    Must be called before JAX's first computation. Raises UserError if libtpu is missing, or if the
-    topology does not exist.
+    Call it before JAX's first computation. Raises UserError without libtpu or such a topology.
     """
     jax.config.update("jax_platforms", "cpu")
     if not topology.is_tpu:
