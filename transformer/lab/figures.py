@@ -60,8 +60,7 @@ def answer(verdict: Verdict) -> Drawings:
         pictures["differences"] = (caption, _differences(verdict))
     metric = results.sweep.metric
     if values := {name: x for name, row in rows.items() if (x := row.arm.values(metric))}:
-        caption = f"{metric} by arm: {SEEDS}."
-        pictures["by_arm"] = (caption, _paired({metric: values}, verdict, ""))
+        pictures["by_arm"] = (f"{metric} by arm: {SEEDS}.", _paired({metric: values}, verdict, ""))
     return pictures
 
 

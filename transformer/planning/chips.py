@@ -121,8 +121,7 @@ def topology(text: str, slices: int = 1) -> Topology:
         usual = [2 ** (quotient + (axis < remainder)) for axis in range(chip.axes)]
         shape = tuple(sorted(usual, key=lambda n: (n == 1, n)))  # even, ascending, ones last
     if len(shape) != chip.axes:
-        way_out = f"{of_a_slice} {chip.axes} axes, like {example}"
-        raise wrong(f"has the wrong number of axes; {way_out}")
+        raise wrong(f"has the wrong number of axes; {of_a_slice} {chip.axes} axes, like {example}")
     if math.prod(shape) > chip.pod[0] or max(shape) > chip.pod[1]:
         limit = f"{of_a_slice} {chip.pod[0]:,} chips at most, {chip.pod[1]} along an axis"
         raise wrong(f"is too large; {limit}; use several slices with --slices")

@@ -207,9 +207,7 @@ def _buffers(part: Part) -> list[str]:
     buffers = largest(part.compiled.program) if part.compiled else part.too_large.buffers[:8]
     lines = ["largest buffers of a training step"] if buffers else []
     for size, shape, source in buffers:
-        name = name_of(source)
-        name = name if len(name) <= 90 else f"…{name[-89:]}"
-        lines.append(f"  {format_bytes(size):>10}  {shape:<28} {name}")
+        lines.append(f"  {format_bytes(size):>10}  {shape:<28} {_last(name_of(source), 90)}")
     return lines
 
 
@@ -222,6 +220,10 @@ def table(rows: list[list[str]]) -> list[str]:
 def _few(x: float) -> str:
     """Formats a number with few digits: 4301.03 -> '4,301', 0.0312 -> '0.031'."""
     return f"{x:,.0f}" if x >= 10 else f"{x:.2g}"
+
+
+def _last(text: str, max_length: int) -> str:
+    return text if len(text) <= max_length else f"…{text[1 - max_length :]}"
 
 
 def _duration(s: float) -> str:

@@ -195,8 +195,7 @@ def _compile(jitted, args):
             raise
         size = lambda number, unit: float(number) * 2 ** (10 * ("KMGT".index(unit) + 1))
         operator = r"(?:Operator: op_name=\"([^\"]*)\"(?:.*\n)*?\s+)?"
-        entry = rf"Size: ([\d.]+)([KMGT])(?:.*\n)*?\s+{operator}Shape: (\S+)"
-        buffers = re.findall(entry, str(e))
+        buffers = re.findall(rf"Size: ([\d.]+)([KMGT])(?:.*\n)*?\s+{operator}Shape: (\S+)", str(e))
         buffers = [(size(*number), shape, source) for *number, source, shape in buffers]
         raise TooLarge(size(*match.groups()), buffers) from None
 
