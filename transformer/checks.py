@@ -16,8 +16,7 @@ from flax.core import FrozenDict
 
 from transformer.errors import UserError, look_up, nearest
 
-Choice = str | FrozenDict
-"""A name, or a mapping with `name` and the options of the named class."""
+Choice = str | FrozenDict  # a name, or a mapping with `name` and the options of the named class
 
 
 def one_of(field: str, value, names) -> None:
@@ -26,8 +25,7 @@ def one_of(field: str, value, names) -> None:
         raise UserError(f"{field}: unknown value {plain(value)!r}; {nearest(str(value), names)}")
 
 
-LARGEST = 2**31 - 1
-"""The largest integer in a config: the maximum of int32."""
+LARGEST = 2**31 - 1  # the largest integer in a config: the maximum of int32
 
 
 def at_least(section: str, config, minimum, *fields: str) -> None:
@@ -71,9 +69,6 @@ def in_unit_interval(section: str, config, *fields: str) -> None:
             raise UserError(f"{section}.{field}: {value} must lie in [0, 1){rounded}")
 
 
-# ---- Fields that have no effect
-
-
 @dataclasses.dataclass(frozen=True)
 class Effect:
     """The condition under which fields have an effect.
@@ -113,9 +108,6 @@ def refuse_without_effect(section: str, config, effects: tuple[Effect, ...], arg
             raise UserError(f"{reason} without {effect.needs}; {way_out}")
 
 
-# ---- Types
-
-
 def strict(section: str, effects: tuple[Effect, ...] = ()):
     """Returns a class decorator that turns a dataclass into a config.
 
@@ -124,8 +116,7 @@ def strict(section: str, effects: tuple[Effect, ...] = ()):
     float32 cannot hold, and a field that has no effect. `section` is the config's name in an
     experiment.
 
-    As in a JSON file, an integer is accepted for a float, a list for a tuple, and a mapping for a
-    config or a choice.
+    As in JSON, integers are accepted for floats, lists for tuples, mappings for configs or choices.
     """
 
     def decorate(cls):
@@ -150,8 +141,7 @@ def strict(section: str, effects: tuple[Effect, ...] = ()):
                     is_section = dataclasses.is_dataclass(hints()[name])
                     hint = f"; add the section config.{name} = dict(...)" if is_section else ""
                     raise UserError(f"{path}{name}: must be set{hint}")
-            kinds = hints()
-            values = {name: coerce(x, kinds[name], path + name) for name, x in values.items()}
+            values = {name: coerce(x, hints()[name], path + name) for name, x in values.items()}
             init(self, **values)
             for name in fields:
                 in_float32(path + name, getattr(self, name))

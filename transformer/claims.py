@@ -20,8 +20,7 @@ from pathlib import Path
 from transformer.errors import UserError
 from transformer.files import write_atomic
 
-STALE = 90.0
-"""Seconds without renewal after which a claim is dead."""
+STALE = 90.0  # seconds without renewal after which a claim is dead
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,8 +28,7 @@ class Process:
     """A process on some machine.
 
     `began` identifies the PID namespace and the start time. It distinguishes the process from a
-    later one with the same PID and from one with this PID in another container. It is empty where
-    the system does not provide the values.
+    later one with the same PID and from one with this PID in another container. "" if unknown.
     """
 
     host: str

@@ -83,8 +83,7 @@ def suppress_redundant_tracebacks() -> None:
     """Suppresses output about errors that the main thread also raises.
 
     If a checkpoint cannot be written, each Orbax thread logs a traceback. If an array cannot be
-    read or written, Orbax closes the event loop under all other reads and writes, and each of these
-    prints a traceback.
+    read or written, Orbax closes the event loop under all others, and each prints a traceback.
     """
     handler = logging.StreamHandler()
 
@@ -163,8 +162,7 @@ def human_number(x: float) -> str:
     return f"{x:,.2f}" if abs(x) < 1e6 else f"{x:.1e}"
 
 
-BOLD, RED = 1, 31
-"""Styles of text on a terminal."""
+BOLD, RED = 1, 31  # styles of text on a terminal
 
 
 def styled(text: str, style: int, stream) -> str:

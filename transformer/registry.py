@@ -8,10 +8,8 @@ class with the same decorator as this package does, for example
 `@transformer.SCHEMES.register("name")`. A run directory keeps a copy of that file in `plugins/`, so
 that every later command on the directory finds the class.
 
-An installed package lists a module that registers its classes as an entry point:
-
-    [project.entry-points."transformer.plugins"]
-    my_package = "my_package.schemes"
+An installed package lists a module that registers its classes as an entry point of the group
+`transformer.plugins` (docs/extending/index.md).
 """
 
 import dataclasses
@@ -146,9 +144,8 @@ def load_plugins(folder: Path) -> None:
         if _hash(file) in _files:
             continue
         spec = importlib.util.spec_from_file_location(f"plugin_{_hash(file)[:12]}", file)
-        module = importlib.util.module_from_spec(spec)
         try:
-            spec.loader.exec_module(module)
+            spec.loader.exec_module(importlib.util.module_from_spec(spec))
         except UserError:
             for other, _ in _files.values():
                 if other.name == file.name:

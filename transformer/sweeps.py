@@ -18,8 +18,7 @@ from typing import Any
 from transformer.errors import UserError, nearest
 from transformer.units import higher_is_better
 
-Changes = Mapping[str, object]
-"""Dotted field of an experiment -> its value."""
+Changes = Mapping[str, object]  # dotted field of an experiment -> its value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,8 +142,7 @@ class Tuned:
     @property
     def grid(self) -> list[float]:
         """The values that are tried first, in ascending order."""
-        start = self.x(self.low)
-        return sorted({self.value(start + n * self.step) for n in range(self.points)})
+        return sorted({self.value(self.x(self.low) + n * self.step) for n in range(self.points)})
 
 
 def tuned(field: str, low: float, high: float, points: int = 5, more: int = 2) -> Tuned:
@@ -159,8 +157,7 @@ def tuned(field: str, low: float, high: float, points: int = 5, more: int = 2) -
     return Tuned(field, low, high, points, more)
 
 
-RESERVED = ("claims", "logs", "report", "tuning", "tuned")
-"""Folders in the directory of a sweep that do not hold an arm."""
+RESERVED = ("claims", "logs", "report", "tuning", "tuned")  # folders in a sweep's, without an arm
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,8 +173,7 @@ class Sweep:
     {"parameters": "T5's bias has 128 numbers"}.
 
     Two arms that build the same programs are an error unless one of them is a control. `controls`
-    maps such arms to reasons. Example: {"again": "another spelling of the same model must give the
-    same numbers"}.
+    maps such arms to reasons. Example: {"again": "another spelling must give the same numbers"}.
     """
 
     grid: Grid

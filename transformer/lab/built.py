@@ -17,11 +17,9 @@ import optax
 from transformer.config import Experiment, MeshConfig, OptimizerConfig
 from transformer.evaluation.evaluators import EVALUATORS
 from transformer.mapping import to_mapping
-from transformer.model.network import build_model
-from transformer.parallel.mesh import make_mesh, use
-from transformer.planning.programs import batch_shapes
+from transformer.parallel.mesh import use
+from transformer.planning.programs import Programs
 from transformer.runs.rundir import OUTPUT_FIELDS, flatten_fields
-from transformer.training.optimizer import build_optimizer
 from transformer.training.state import abstract_state, state_maker
 from transformer.training.step import training_step
 
@@ -32,8 +30,7 @@ IN_PROGRAMS = (
 """Config sections and fields whose effect appears in the lowered programs."""
 
 NOT_IN_PROGRAMS = ("max_length", "pipeline_microbatches", "pipeline_rounds", "_id")
-"""Suffixes of model fields that do not appear in the programs. Decoding, evaluation or runs on
-other meshes use them."""
+"""Suffixes of model fields outside programs: of decoding, evaluation or runs on other meshes."""
 
 
 def twins(configs: Mapping[str, Experiment], alike: Mapping[str, object]) -> dict[str, str]:
@@ -73,10 +70,9 @@ def programs(config: Experiment) -> str:
     """Returns a hash of the lowered programs: initialization, loss and gradients, update."""
     config = _without_wide_windows(config.on(MeshConfig(data=1)))
     model_hash, params = _of_model(dataclasses.replace(config, optimizer=OptimizerConfig(), seed=0))
-    optimizer = build_optimizer(config.optimizer, config.train.steps, config.model)
-    with use(make_mesh(config.mesh, jax.local_devices()[:1])) as mesh:
-        state, _ = abstract_state(config, build_model(config.model), optimizer, mesh)
-        update = jax.jit(optimizer.update).lower(params, state.opt_state, params)
+    built = Programs(config, jax.local_devices()[:1])
+    with use(built.mesh):
+        update = jax.jit(built.optimizer.update).lower(params, built.state.opt_state, params)
     return model_hash + _hash(update)
 
 
@@ -101,13 +97,13 @@ def _without_wide_windows(config: Experiment) -> Experiment:
 @functools.lru_cache(maxsize=64)
 def _of_model(config: Experiment) -> tuple[str, Any]:
     """Returns a hash of all programs but the update, and parameter shapes. Arms may share both."""
-    model, no_update = build_model(config.model), optax.identity()
-    with use(make_mesh(config.mesh, jax.local_devices()[:1])) as mesh:
-        state, _ = abstract_state(config, model, no_update, mesh)
+    built, no_update = Programs(config, jax.local_devices()[:1]), optax.identity()
+    with use(built.mesh):
+        state, _ = abstract_state(config, built.model, no_update, built.mesh)
         key = jax.eval_shape(lambda: jax.random.key(0))
-        start = jax.jit(state_maker(config, model, no_update)).lower(key)
-        step = jax.jit(training_step(config, model, no_update, mesh))
-        return _hash(start, step.lower(state, batch_shapes(config, mesh))), state.params
+        start = jax.jit(state_maker(config, built.model, no_update)).lower(key)
+        step = jax.jit(training_step(config, built.model, no_update, built.mesh))
+        return _hash(start, step.lower(state, built.batch)), state.params
 
 
 def _hash(*lowered) -> str:

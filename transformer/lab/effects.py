@@ -173,13 +173,6 @@ def tables(effects: Sequence[Effect]) -> list[list[list[str]]]:
     return [rows] if effects else []
 
 
-def as_csv(effects: Sequence[Effect]) -> list[list]:
-    """Returns the effects in full precision."""
-    row = lambda name, x, p: [name, x.mean, x.low, x.high, p, x.count]
-    head = ["effect", "difference", "low", "high", "p_corrected", "seeds"]
-    return [head, *(row(x.name, x.versus.mean, x.versus.p) for x in effects)]
-
-
 @dataclasses.dataclass(frozen=True)
 class Scan:
     """The metric at each value of a field, for one setting of the other fields."""
@@ -226,8 +219,7 @@ def _scan(results: Results, field: str, setting: str, arms: Mapping[float, Arm])
     for x, arm in arms.items():
         losses[x] = [min(value, worst) for value in arm.values(metric).values()]
         losses[x] += [worst] * len(arm.diverged)
-        reaches_worst = is_loss and bool(losses[x]) and max(losses[x]) >= worst
-        completes[x] = not arm.diverged and bool(losses[x]) and not reaches_worst
+        completes[x] = bool(losses[x]) and max(losses[x]) < worst
         is_close[x] = x in finished and abs(finished[x].mean - least) <= CLOSE * abs(least)
     stable = _around(best, completes) if completes[best] else None
     if is_loss:

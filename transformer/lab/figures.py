@@ -33,7 +33,6 @@ MOST = 12  # lines in a figure, at most; more would be hard to distinguish
 SEEDS = "each seed (thin lines), and the mean with its 95 % interval"
 
 Style = Mapping[str, dict]
-
 Drawings = dict[str, tuple[str, Figure]]  # name of a figure -> its caption and the figure
 
 
@@ -61,8 +60,7 @@ def answer(verdict: Verdict) -> Drawings:
         pictures["differences"] = (caption, _differences(verdict))
     metric = results.sweep.metric
     if values := {name: x for name, row in rows.items() if (x := row.arm.values(metric))}:
-        caption = f"{metric} by arm: {SEEDS}."
-        pictures["by_arm"] = (caption, _paired({metric: values}, verdict, ""))
+        pictures["by_arm"] = (f"{metric} by arm: {SEEDS}.", _paired({metric: values}, verdict, ""))
     return pictures
 
 
@@ -136,7 +134,6 @@ def curves(verdict: Verdict) -> Drawings:
 
 
 def profile(verdict: Verdict, profile: Profile) -> Drawings:
-    """Returns the figure of a profile."""
     style, y_label = styles(list(verdict.results.arms)), textwrap.fill(profile.y_label, 34)
     figure, axes = new_figure(3.5, xlabel=profile.x_label, ylabel=y_label)
     for name in [name for name in _lines(verdict) if name in profile.lines]:

@@ -1,5 +1,6 @@
 """Formats means, intervals and p values as text."""
 
+import functools
 import math
 
 from transformer.lab.statistics import Mean
@@ -14,14 +15,12 @@ def digits(half: float, x: float = 1.0) -> int:
     return max(0, 1 - math.floor(math.log10(scale)))
 
 
-def number(x: float, half: float = math.nan) -> str:
-    """Formats a number with the decimals of `digits`."""
-    return "-" if math.isnan(x) else f"{x:,.{digits(half, x)}f}"
+def number(x: float, half: float = math.nan, sign: str = "") -> str:
+    """Formats a number with the decimals of `digits`, and with its sign if `sign` is "+"."""
+    return "-" if math.isnan(x) else f"{x:{sign},.{digits(half, x)}f}"
 
 
-def signed(x: float, half: float = math.nan) -> str:
-    """Formats a number like `number`, with a sign."""
-    return "-" if math.isnan(x) else f"{x:+,.{digits(half, x)}f}"
+signed = functools.partial(number, sign="+")
 
 
 def spell(value: Mean) -> str:

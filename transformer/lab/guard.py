@@ -1,10 +1,10 @@
 """Checks that arms are comparable, and sizes arms to match the baseline.
 
 A field may have side effects: other parameter counts, floating-point operations, attention kernels
-or text. They are computed from the built models and programs before any training starts, and a
-sweep must declare them.
+or text. They are computed from the built models and programs, and a sweep must declare them.
 """
 
+import bisect
 import contextlib
 import dataclasses
 import functools
@@ -19,14 +19,13 @@ from transformer.config import Experiment, MeshConfig
 from transformer.errors import UserError
 from transformer.lab.built import twins
 from transformer.mapping import from_mapping, override, to_mapping
-from transformer.model.network import abstract_params, build_model
-from transformer.parallel.mesh import make_mesh, use
+from transformer.model.network import abstract_params
+from transformer.parallel.mesh import use
 from transformer.planning.model_flops import model_flops
-from transformer.planning.programs import batch_shapes
+from transformer.planning.programs import Programs
 from transformer.runs.rundir import different_fields
 from transformer.sweeps import Sweep
-from transformer.training.optimizer import build_optimizer
-from transformer.training.state import abstract_state, init_state
+from transformer.training.state import init_state
 from transformer.training.step import attention_backends, make_train_step
 from transformer.units import of_tokens
 
@@ -49,7 +48,6 @@ class Facts:
 
     @property
     def flops_per_step(self) -> float:
-        """Training FLOPs per step."""
         return self.flops * self.tokens
 
 
@@ -76,24 +74,20 @@ CLOSE = 0.01
 def facts(config: Experiment) -> Facts:
     """Returns the facts of the model and training program of a config, computed on shapes."""
     config = config.on(MeshConfig(data=1))
-    model = build_model(config.model)
-    optimizer = build_optimizer(config.optimizer, config.train.steps, config.model)
-    mesh = make_mesh(config.mesh, jax.local_devices()[:1])
-    with use(mesh):
-        state, _ = abstract_state(config, model, optimizer, mesh)
-        batch = batch_shapes(config, mesh)
-        backends = attention_backends(config, model, state.params, batch, mesh)
-    tokens = sum(math.prod(batch[side].shape) for side in ("inputs", "source") if side in batch)
+    built = Programs(config, jax.local_devices()[:1])
+    params, batch, tokens = built.state.params, built.batch, built.tokens
+    with use(built.mesh):
+        backends = attention_backends(config, built.model, params, batch, built.mesh)
     data = to_mapping(config.data)
     tokenizer = data.pop("tokenizer")
     vocabulary = {"vocab_size": config.model.vocab_size, "reserved": config.objective.reserved}
-    size = lambda params: sum(math.prod(x.shape) for x in jax.tree.leaves(params))
-    parameters, own = size(state.params), {}
+    size = lambda params: sum(x.size for x in jax.tree.leaves(params))
+    parameters, own = size(params), {}
     for field in SETS_PARAMETERS:
         with contextlib.suppress(UserError):  # a model that needs the field has none of its own
             without = dataclasses.replace(config.model, **{field: "none"})
             own[f"model.{field}"] = parameters - size(abstract_params(without))
-    flops = model_flops(config, batch, state.params) / tokens
+    flops = model_flops(config, batch, params) / tokens
     attention, text = " + ".join(backends) or "none", _settings(data)
     pieces = _settings(tokenizer | vocabulary)
     return Facts(parameters, flops, attention, text, pieces, warmup(config), tokens, own)
@@ -227,18 +221,15 @@ def matched(
 
 
 def _sized(arm: str, config: Experiment, fact: str, target: float, report) -> Experiment:
-    model_at = lambda eights: dataclasses.replace(config.model, d_ff=8 * eights)
-    width = lambda eights: dataclasses.replace(config, model=model_at(eights))
+    width = lambda eights: changed(config, {"model.d_ff": 8 * eights})
     size_at = lambda eights: getattr(facts(width(eights)), fact)
     if abs(getattr(facts(config), fact) - target) <= 1e-6 * target:
         return config
-    low, high = 1, max(1, config.model.ff_size // 8)
+    low, high = 1, max(2, config.model.ff_size // 8)
     while size_at(high) < target and high < 2**20:
         low, high = high, 2 * high
-    while low + 1 < high:
-        middle = (low + high) // 2
-        low, high = (middle, high) if size_at(middle) < target else (low, middle)
-    best = min((low, high), key=lambda eights: abs(size_at(eights) - target))
+    high = bisect.bisect_left(range(high), target, low + 1, key=size_at)
+    best = min((high - 1, high), key=lambda eights: abs(size_at(eights) - target))
     if abs(size_at(best) - target) > CLOSE * target:
         raise UserError(
             f"sweep: arm {arm!r} cannot be sized to the baseline's {fact} ({target:,.0f}) by "
@@ -271,14 +262,12 @@ def _in_time(sweep: Sweep, configs: Configs, before: Configs, report) -> dict[st
 
 def seconds_per_step(config: Experiment, steps: int = 10) -> float:
     """Returns the median time of a training step on this machine, on dummy data, in seconds."""
-    model = build_model(config.model)
-    optimizer = build_optimizer(config.optimizer, config.train.steps, config.model)
-    with use(make_mesh(config.mesh)) as mesh:
-        _, shardings = abstract_state(config, model, optimizer, mesh)
-        state = init_state(config, model, optimizer, shardings)
+    built, step_seconds = Programs(config, jax.devices()), []
+    with use(built.mesh):
+        state = init_state(config, built.model, built.optimizer, built.shardings)
         ones = lambda x: jax.device_put(np.ones(x.shape, x.dtype), x.sharding)
-        batch = jax.tree.map(ones, batch_shapes(config, mesh))
-        step, step_seconds = make_train_step(config, model, optimizer, mesh, shardings), []
+        batch = jax.tree.map(ones, built.batch)
+        step = make_train_step(config, built.model, built.optimizer, built.mesh, built.shardings)
         for _ in range(steps + 2):
             start_time = time.perf_counter()
             state, metrics = step(state, batch)

@@ -176,16 +176,14 @@ def _maps(subject: Subject, watched: dict, tokens_of: dict[str, list[str]]) -> l
         weights_L, statistics_L = zip(*layers.values(), strict=True)
         stacked = {name: np.stack([x[name] for x in statistics_L]) for name in statistics_L[0]}
         tokens = tokens_of[side], tokens_of["encoder" if sublayer == "cross_attention" else side]
-        weights_LxNxTxS = np.stack(weights_L)
-        maps.append(Map(f"{side} {sublayer}", list(layers), weights_LxNxTxS, *tokens, stacked))
+        maps.append(Map(f"{side} {sublayer}", list(layers), np.stack(weights_L), *tokens, stacked))
     return maps
 
 
 def _sizes(subject: Subject, sizes: dict) -> dict[str, dict[str, list[float]]]:
     flat, by_sublayer = flatten(sizes), {}
     places = where(subject.config.model, flat)
-    for name in sorted(places, key=split_layer_path):
-        path, index = places[name]
+    for name, (path, index) in sorted(places.items(), key=lambda item: split_layer_path(item[0])):
         side, layer, rest = split_layer_path(name)
         values = {key: float(np.asarray(part(x, index))) for key, x in flat[path][0].items()}
         empty = {"layer": [], "stream": [], "branch": []}
@@ -309,11 +307,10 @@ def _numbers(attention: Map) -> list[str]:
 def _profiles(view: View) -> list[str]:
     parts, styles_of = [], styles(list(view.sizes))
     layers = sorted({layer for sizes in view.sizes.values() for layer in sizes["layer"]})
-    line = {"linewidth": 1.5, "markersize": 4.5}
     for size, label in SIZES.items():
         figure, axes = new_figure(3.2, xlabel="layer", ylabel=label, xticks=layers)
         for name, sizes in view.sizes.items():
-            look = line | styles_of[name]
+            look = {"linewidth": 1.5, "markersize": 4.5} | styles_of[name]
             axes.plot(sizes["layer"], sizes[size], label=name.replace("_", "-"), **look)
         axes.set_ylim(bottom=0)
         axes.legend(frameon=False, fontsize=8)

@@ -102,8 +102,7 @@ class Scaling:
         return self.interval(*logs).exp()
 
     def predict(self, arm: str, N: float, D: float, seeds: int = 1) -> Estimate:
-        """Returns the mean loss of `seeds` new runs at N and D. The interval includes their noise,
-        which is drawn from the residuals."""
+        """Returns the mean loss of `seeds` new runs at N and D, with noise drawn from residuals."""
         fit, rng = self.fits[arm], np.random.default_rng(1)
         noise = rng.choice(fit.residuals[:, -1], (len(fit.resampled.E), seeds)).mean(1)
         return self.interval(fit.law.loss(N, D), fit.resampled.loss(N, D) * np.exp(noise))

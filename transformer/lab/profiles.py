@@ -34,7 +34,6 @@ class Profile:
 NATS, TOKENS = "loss (nats per token)", "tokens per sequence"
 WHEN = {"first": "before the first step", "last": "at the end"}
 
-# fmt: off
 PROFILES = {
     "loss_by_position": ("Test loss by position in the sequence",
         r"test/loss_by_position/(\d+)", "preceding tokens", NATS, "last", ""),
@@ -78,8 +77,7 @@ PROFILES = {
     }.items()
     for side in ("encoder", "decoder")
     for when, time in WHEN.items()
-}
-# fmt: on
+}  # fmt: skip
 """Name -> (caption, pattern of the metrics, x label, y label, which log line to use ("first" or
 "last"), axes with a logarithmic scale). The evaluators of train.evaluators log the metrics."""
 

@@ -1,7 +1,4 @@
-"""Writes a verdict as files: an HTML page, Markdown, CSV tables, and figures as PNG and PDF.
-
-The page also describes the study: its arms, its provenance and the commands to reproduce it.
-"""
+"""Writes a verdict as files: an HTML page, Markdown, CSV tables, and figures as PNG and PDF."""
 
 import csv
 import dataclasses
@@ -67,7 +64,8 @@ def sections(verdict: Verdict) -> list[Section]:
         drawn = {k: figure for x in profiles for k, figure in figures.profile(verdict, x).items()}
         numbers = {x.name: tables.of_profile(x) for x in profiles}
         evaluated.append(Section(f"Evaluator {name}", (), drawn, numbers=numbers, folded=True))
-    slow = Section("Speed, disturbed", disturbed, timed, [tables.speed(verdict)], folded=True)
+    speeds = [["arm", "tokens/s"], *([x.name, tables.speed(x)] for x in results.arms.values())]
+    slow = Section("Speed, disturbed", disturbed, timed, [speeds], folded=True)
     return [
         Section("", verdict.sentences[1:], shown, note=tables.LOGIC),
         Section("Results", (), {}, [tables.outcome(verdict)], tables.NOTE),
@@ -103,12 +101,11 @@ def write(verdict: Verdict, folder: Path, more: Sequence[Section] = ()) -> Path:
     write_atomic(folder / "report.md", markdown(verdict, parts))
     links = " ".join(f'<a href="{name}.csv">{name}.csv</a>' for name in files)
     links = f"<p class=note>Files: {links} <a href=report.md>report.md</a></p>"
-    write_atomic(folder / "index.html", as_html(verdict, parts, links))
+    title, answer = verdict.results.title, html.escape(verdict.sentences[0])
+    top = [f"<h1>{html.escape(title)}</h1>", f"<p class=verdict>{answer}</p>"]
+    rest = [part.html(n) for part, n in _numbered(parts)]
+    write_atomic(folder / "index.html", page.document(title, page.STYLE, [*top, *rest, links]))
     return folder / "index.html"
-
-
-def _title(verdict: Verdict) -> str:
-    return verdict.results.sweep.question or verdict.results.title
 
 
 def _numbered(parts: Sequence[Section]) -> list[tuple[Section, int]]:
@@ -119,16 +116,8 @@ def _numbered(parts: Sequence[Section]) -> list[tuple[Section, int]]:
 
 def markdown(verdict: Verdict, parts: Sequence[Section]) -> str:
     """Returns the report as Markdown, for the appendix of a paper."""
-    lines = [f"# {_title(verdict)}", "", f"**{verdict.sentences[0]}**", ""]
+    lines = [f"# {verdict.results.title}", "", f"**{verdict.sentences[0]}**", ""]
     return "\n".join([*lines, *(x for part, n in _numbered(parts) for x in part.markdown(n))])
-
-
-def as_html(verdict: Verdict, parts: Sequence[Section], links: str = "") -> str:
-    """Returns the report as one self-contained HTML file."""
-    title, answer = _title(verdict), html.escape(verdict.sentences[0])
-    top = [f"<h1>{html.escape(title)}</h1>", f"<p class=verdict>{answer}</p>"]
-    rest = [part.html(n) for part, n in _numbered(parts)]
-    return page.document(title, page.STYLE, [*top, *rest, links])
 
 
 def about(results: Results) -> list[str]:
@@ -148,8 +137,7 @@ def about(results: Results) -> list[str]:
     part, better = measured_text(results, sweep.metric), sweep.higher_is_better
     metric = [sweep.metric, unit(sweep.metric, results.predicts_tokens), part and f"on {part}"]
     metric_is = f"{', '.join(filter(None, metric))}; {'higher' if better else 'lower'}"
-    lines.append(f"Primary metric: {metric_is} is better.")
-    lines += _texts(results)
+    lines += [f"Primary metric: {metric_is} is better.", *_texts(results)]
     lines += [f"Declared difference in {name}: {why}." for name, why in sweep.declared.items()]
     lines += [f"Control arm {arm}: {reason}." for arm, reason in sweep.controls.items()]
     if sweep.match:

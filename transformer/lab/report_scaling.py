@@ -36,10 +36,9 @@ def section(results: Results) -> Section:
     sentences = [f"{name} has no scaling law: {why}." for name, why in scaling.why_not.items()]
     tables = [_laws(scaling), _predictions(scaling, points, held)] if scaling.fits else []
     if baseline in scaling.fits and len(scaling.fits) > 1:
-        # The largest budget of each size.
         x = points[baseline]
         sizes = {run[0]: float(C[-1]) for run, C in zip(x.runs, x.C, strict=True)}
-        budgets = sorted((C, size in held) for size, C in sizes.items())
+        budgets = sorted((C, size in held) for size, C in sizes.items())  # the largest of each size
         fitted = [C for C, is_held in budgets if not is_held]
         arms = [name for name in scaling.fits if name != baseline]
         tables.insert(0, _multipliers(scaling, arms, budgets))
@@ -138,8 +137,7 @@ def _predictions(scaling: Scaling, points: Mapping[str, Points], held) -> Table:
 
 
 def _figure(points: Mapping[str, Points], scaling: Scaling, held) -> Figure:
-    labels = {"xlabel": "training FLOPs", "ylabel": "validation loss"}
-    figure, axes = new_figure(3.5, xscale="log", **labels)
+    figure, axes = new_figure(3.5, xscale="log", xlabel="training FLOPs", ylabel="validation loss")
     for name, style in styles(list(points)).items():
         x, line = points[name], {key: style[key] for key in ("color", "linestyle")}
         for out, fill in ((False, style["color"]), (True, "none")):

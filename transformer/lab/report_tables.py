@@ -56,17 +56,12 @@ def cost(verdict: Verdict, with_speed: bool) -> list[list[str]]:
         sizes = [or_dash(arm.parameters, "{:,}".format), or_dash(arm.flops, human_count)]
         peaks = [x for run in arm.runs.values() for x in run.values("memory/peak_bytes")]
         memory = or_dash(max(peaks, default=math.nan), format_bytes)
-        rows.append([name, *sizes, *[_speed(arm)] * with_speed, memory, attention])
+        rows.append([name, *sizes, *[speed(arm)] * with_speed, memory, attention])
     return rows
 
 
-def speed(verdict: Verdict) -> list[list[str]]:
-    """Returns the table of speeds by arm."""
-    speeds = ([name, _speed(arm)] for name, arm in verdict.results.arms.items())
-    return [["arm", "tokens/s"], *speeds]
-
-
-def _speed(arm: Arm) -> str:
+def speed(arm: Arm) -> str:
+    """Returns the tokens per second of an arm, and how many runs shared a program."""
     together = sorted({run.together for run in arm.runs.values()} - {1})
     note = f" ({' or '.join(map(str, together))} together)" if together else ""
     return "-" if math.isnan(arm.speed) else human_tokens(arm.speed) + note
@@ -115,17 +110,14 @@ def measured(verdict: Verdict) -> list[list[str]]:
     return [["arm", *head], *rows] if names else []
 
 
-# Matched fact -> the field that is adjusted to match it (lab/guard.py).
-SIZED = {"parameters": "model.d_ff", "flops": "model.d_ff", "time": "train.steps"}
-
-
 def of_arms(results: Results) -> list[list[str]]:
     """Returns the table of the settings of each arm, its matched size and its diverged seeds."""
     rows = [["arm", "settings", "diverged seeds"]]
     for name, arm in results.arms.items():
         settings = [f"{field} = {x}" for field, x in arm.changes.items() if field != "arm"]
         settings = settings or ["no changes"]
-        if (sized := SIZED.get(results.sweep.match)) and arm.runs:
+        if results.sweep.match and arm.runs:  # the field that lab/guard.py adjusts
+            sized = "train.steps" if results.sweep.match == "time" else "model.d_ff"
             config = next(iter(arm.runs.values())).config
             settings.append(f"sized to {sized} = {operator.attrgetter(sized)(config):,}")
         diverged = ", ".join(f"{seed} at step {step:,}" for seed, step in arm.diverged.items())
@@ -196,7 +188,10 @@ def as_csv(verdict: Verdict) -> dict[str, list[list]]:
             curves += [[name, seed, step, key, value] for step, value in run.curve(key)]
     result = {"summary": _summary(verdict), "runs": last, "curves": curves}
     if verdict.effects:
-        result["effects"] = effects.as_csv(verdict.effects)
+        result["effects"] = [["effect", "difference", "low", "high", "p_corrected", "seeds"]]
+    for effect in verdict.effects:
+        x, p = effect.versus.mean, effect.versus.p
+        result["effects"].append([effect.name, x.mean, x.low, x.high, p, x.count])
     if verdict.profiles:
         result["profiles"] = [["profile", "arm", "place", "mean", "low", "high", "seeds"]]
     for profile in verdict.profiles:

@@ -50,9 +50,24 @@ class Tuning:
         return lines
 
     def section(self) -> Section:
-        """Returns the section of the report."""
+        pictures, runs = {}, runs_per_arm(self.sweep)
+        for name in self.numbers:
+            caption = (
+                f"Tuning: {METRIC} against {name}, for each run (marks) with the parabola around "
+                "the best value. A large mark is the optimum with its 95 % interval."
+            )
+            curves = [curve for curve in self.curves if curve.number.name == name]
+            pictures[f"tuning_{name}"] = (caption, _draw(curves, styles(list(self.tuned.rows))))
+        more = "" if len(self.numbers) == 1 else " The numbers are tuned one after another."
+        note = (
+            f"Each arm is tuned by {METRIC} with up to {runs} runs (seeds "
+            f"{', '.join(map(str, tuning_seeds(self.sweep)))}, which the comparison does not use)."
+            f"{more} The optimum is the minimum of a parabola in the logarithm of the number, "
+            "through the best value and its neighbors; its interval is Fieller's. The cost is that "
+            "of a number twice or half as large, in nats."
+        )
         tables = [self.optima(), *([self.both()] if self.untuned else ()), *self.shifts()]
-        return Section("Tuning", (), self.draw(), tables, self.note)
+        return Section("Tuning", (), pictures, tables, note)
 
     def optima(self) -> list[list[str]]:
         """Returns a table of the optima, with a row for each arm."""
@@ -100,31 +115,6 @@ class Tuning:
         changes = self.tuned.results.sweep.arms.values()
         pairs = {(str(x.get(field)), str(x.get(other))) for x in changes}
         return len(pairs) == len({first for first, _ in pairs})
-
-    @property
-    def note(self) -> str:
-        """How the numbers were tuned."""
-        runs, seeds = runs_per_arm(self.sweep), tuning_seeds(self.sweep)
-        more = "" if len(self.numbers) == 1 else " The numbers are tuned one after another."
-        return (
-            f"Each arm is tuned by {METRIC} with up to {runs} runs (seeds "
-            f"{', '.join(map(str, seeds))}, which the comparison does not use).{more} The optimum "
-            "is the minimum of a parabola in the logarithm of the number, through the best value "
-            "and its neighbors; its interval is Fieller's. The cost is that of a number twice or "
-            "half as large, in nats."
-        )
-
-    def draw(self) -> dict[str, tuple[str, Figure]]:
-        """Returns name -> (caption, figure): the tuning curves of each number."""
-        pictures = {}
-        for name in self.numbers:
-            caption = (
-                f"Tuning: {METRIC} against {name}, for each run (marks) with the parabola around "
-                "the best value. A large mark is the optimum with its 95 % interval."
-            )
-            curves = [curve for curve in self.curves if curve.number.name == name]
-            pictures[f"tuning_{name}"] = (caption, _draw(curves, styles(list(self.tuned.rows))))
-        return pictures
 
 
 def _optimum(curve: Curve) -> str:

@@ -71,11 +71,10 @@ class RunResult:
 
     def curve(self, name: str) -> list[tuple[int, float]]:
         """Returns (step, value) for all finite values of a metric."""
-        points = [(line["step"], line[name]) for line in self.lines if name in line]
-        return [(step, value) for step, value in points if math.isfinite(value)]
+        finite = (line for line in self.lines if math.isfinite(line.get(name, math.nan)))
+        return [(line["step"], line[name]) for line in finite]
 
     def values(self, name: str) -> list[float]:
-        """Returns all values of a metric."""
         return [float(line[name]) for line in self.lines if name in line]
 
     def first(self, name: str) -> float:
@@ -88,7 +87,6 @@ class RunResult:
 
     @property
     def names(self) -> set[str]:
-        """The names of all metrics."""
         return {name for line in self.lines for name in line} - {"step"}
 
     @property
@@ -164,7 +162,6 @@ class Results:
 
     @property
     def runs(self) -> list[RunResult]:
-        """All runs, by arm."""
         return [run for arm in self.arms.values() for run in arm.runs.values()]
 
 
@@ -191,8 +188,7 @@ def read(
         sweep = dataclasses.replace(sweep, metric=decider, higher_is_better=higher_is_better)
     if baseline and baseline not in arms:
         raise UserError(f"--baseline: no arm {baseline!r}; {nearest(baseline, arms)}")
-    if baseline:
-        sweep = dataclasses.replace(sweep, baseline=baseline)
+    sweep = dataclasses.replace(sweep, baseline=baseline or sweep.baseline)
     arms = {sweep.baseline: arms[sweep.baseline]} | arms
     arms, incomparable = _comparable(arms, sweep)
     left_out += incomparable
@@ -202,7 +198,7 @@ def read(
                 reason = f"{sweep.metric} {run.lacks(sweep.metric)}"
                 left_out.append(f"{arm.name}, seed {seed}: {reason}")
     title = folders[0].resolve().name if len(folders) == 1 else count(len(arms), "arm")
-    return Results(title, sweep, arms, tuple(left_out), tuple(folders))
+    return Results(sweep.question or title, sweep, arms, tuple(left_out), tuple(folders))
 
 
 def _of_study(folder: Path) -> tuple[Sweep, dict[str, Arm], list[str]]:

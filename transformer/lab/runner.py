@@ -63,8 +63,7 @@ def run_study(
     """Runs the unfinished runs of a study, in up to `jobs` processes at a time.
 
     This is machine shard[0] of shard[1], and process host[0] of the host[1] processes of a pod.
-    Returns the exit code: 0 if all runs are finished, 1 if some failed, 143 if this process or a
-    run was stopped.
+    Returns 0 if all runs are finished, 1 if some failed, 143 if this process or a run was stopped.
     """
     waiting, table = share_of(study, shard, max_group), Table(study, sys.stderr)
     first, alone = host[0] == 0, host[1] == 1

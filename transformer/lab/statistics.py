@@ -60,8 +60,7 @@ def mean(values: Sequence[float], bounds: tuple[float, float] = (-math.inf, math
 
 def difference(arm: dict[int, float], baseline: dict[int, float]) -> Difference:
     """Returns arm - baseline, both given as seed -> value. p is NaN if it is undefined."""
-    seeds = sorted(arm.keys() & baseline.keys())
-    pairs = [arm[seed] - baseline[seed] for seed in seeds]
+    pairs = [arm[seed] - baseline[seed] for seed in sorted(arm.keys() & baseline.keys())]
     if len(pairs) < 2:
         return Difference(mean(pairs), math.nan)
     # A t-test divides by the spread of the differences.

@@ -5,7 +5,6 @@ The state of a run is read only from its directory, so all machines that share i
 
 import dataclasses
 import itertools
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +12,7 @@ from pathlib import Path
 from transformer.claims import Claim
 from transformer.config import Experiment
 from transformer.errors import UserError
-from transformer.files import read_json, write_atomic
+from transformer.files import read_json, write_atomic, write_json
 from transformer.lab.guard import Facts
 from transformer.mapping import from_mapping, to_mapping
 from transformer.registry import load_plugins, save_plugins
@@ -169,16 +168,14 @@ class Study:
         self.check()
         save_plugins(self.folder, [to_mapping(config) for config in self.configs.values()])
         self.folder.mkdir(parents=True, exist_ok=True)
-        names = [field.name for field in dataclasses.fields(self.sweep) if field.name != "grid"]
-        fields = {name: getattr(self.sweep, name) for name in names}
+        fields = to_mapping(self.sweep)
+        del fields["grid"]  # its points are those of the arms
         arms = {}
         for arm, point in self.sweep.points.items():
-            arms[arm] = {"changes": to_mapping(point.changes), "called": dict(point.called)}
-            arms[arm] |= {"facts": dataclasses.asdict(self.facts[arm])}
-            arms[arm] |= {"config": to_mapping(self.configs[arm])}
+            built = {"facts": self.facts[arm], "config": self.configs[arm]}
+            arms[arm] = {"changes": point.changes, "called": point.called} | built
         source = {"file": self.file, "text": self.text, "overrides": dict(self.overrides)}
-        tree = source | to_mapping(fields) | {"arms": arms}
-        write_atomic(self.folder / "sweep.json", json.dumps(tree, indent=2) + "\n")
+        write_json(self.folder / "sweep.json", source | fields | {"arms": to_mapping(arms)})
 
 
 def load_study(folder: Path) -> Study:

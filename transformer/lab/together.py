@@ -68,25 +68,19 @@ def train_together(configs: Sequence[Experiment], workdirs: Sequence[Path]) -> l
             raise ValueError("these runs are at different steps")
         for run in runs:
             run.eval_step = runs[0].eval_step  # independent of NUMBERS, so compiled once
-        with _Group(runs) as group, stop_signals() as stopped:
-            _loop(group, mesh, stopped)
+        with contextlib.ExitStack() as at_end, stop_signals() as stopped:
+            _loop(_Group(runs, at_end), mesh, stopped)
     return [run.step for run in runs]
 
 
 class _Group:
-    """Context manager of runs that start together. A run that diverges ends before the others."""
+    """Runs that start together, and end `at_end`. A run that diverges ends before the others."""
 
-    def __init__(self, runs: list[Run]):
-        self.runs, self.going = runs, list(range(len(runs)))
-
-    def __enter__(self) -> "_Group":
-        for run in self.runs:
-            run.__enter__()
-        return self
-
-    def __exit__(self, kind, error, trace) -> None:
-        for n in self.going:
-            self.runs[n].__exit__(kind, error, trace)
+    def __init__(self, runs: list[Run], at_end: contextlib.ExitStack):
+        self.runs, self.going = runs, {}
+        for n, run in enumerate(runs):
+            self.going[n] = at_end.enter_context(contextlib.ExitStack())
+            self.going[n].enter_context(run)
 
     def each(self, act: Callable[[int, Run], None]) -> None:
         """Calls `act` on every active run, and ends the runs for which it raises Diverged."""
@@ -94,9 +88,8 @@ class _Group:
             try:
                 act(n, self.runs[n])
             except Diverged as e:
-                self.going.remove(n)
                 self.runs[0].progress.note(f"{self.runs[n].workdir}: {e}")
-                self.runs[n].__exit__(type(e), e, None)
+                self.going.pop(n).__exit__(type(e), e, None)
 
 
 def _loop(group: _Group, mesh: Mesh, stopped: Callable[[int], bool]) -> None:

@@ -196,7 +196,9 @@ def stages(study: Study) -> Iterator[Study]:
     while study.sweep.tune:
         curves, trials = search(study)
         if len(curves) == len(study.configs) * len(study.sweep.tune):
-            yield tuned_study(study, curves)
+            optima = {x.arm: {**x.setting, x.number.field: x.optimum} for x in curves}
+            configs = {arm: changed(config, optima[arm]) for arm, config in study.configs.items()}
+            yield _part(study, "tuned", study.sweep, configs, study.facts)
             break
         yield _tuning_study(study, trials)
     yield study
@@ -210,13 +212,6 @@ def _tuning_study(study: Study, trials: Sequence[Trial]) -> Study:
     configs = {name: changed(study.configs[x.arm], x.numbers) for name, x in named.items()}
     facts = {name: study.facts[x.arm] for name, x in named.items()}
     return _part(study, "tuning", tuning, configs, facts)
-
-
-def tuned_study(study: Study, curves: Sequence[Curve]) -> Study:
-    """Returns the comparison in DIR/tuned, with each arm at its optimum."""
-    optima = {x.arm: {**x.setting, x.number.field: x.optimum} for x in curves}
-    configs = {arm: changed(config, optima[arm]) for arm, config in study.configs.items()}
-    return _part(study, "tuned", study.sweep, configs, study.facts)
 
 
 def _part(study: Study, name: str, sweep: Sweep, configs, facts) -> Study:

@@ -2,6 +2,5 @@
 
 A topology names chips (chips.py). The experiment's programs are compiled for them (programs.py).
 The text of these programs (hlo.py) shows their work (work.py), and the chips' rates give the least
-time of that work (roofline.py). plan.py combines all of it, page.py prints it, and search.py
-compares plans.
+time of that work (roofline.py). plan.py combines all, page.py prints it, search.py compares plans.
 """

@@ -13,8 +13,7 @@ UNITS = ("MXU", "XLU", "VALU", "VPOP", "EUP", "VLOAD", "FILL", "VSTORE", "SPILL"
 """The units of a core, in the order of the compiler's output: matrix products, rows across lanes,
 vector arithmetic, ..., loads and stores of spilled registers, scalar arithmetic."""
 
-DELAY = 5
-"""Bundles from a branch to its target, which are executed in either case."""
+DELAY = 5  # bundles from a branch to its target, which are executed in either case
 
 
 def dump_flags(folder: Path) -> str:
@@ -48,9 +47,8 @@ class KernelSchedule:
     def busy(self, block: Block, unit: str) -> float:
         """Returns the cycles that a unit needs at least for a block, without its inner blocks."""
         inside = {a for inner in block.inner for a in range(inner.start, inner.end)}
-        column = UNITS.index(unit)
         addresses = (a for a in range(block.start, block.end) if a not in inside)
-        return sum(self.used[a][column] for a in addresses) / self.slots[unit]
+        return sum(self.used[a][UNITS.index(unit)] for a in addresses) / self.slots[unit]
 
 
 @dataclasses.dataclass(frozen=True)

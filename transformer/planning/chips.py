@@ -21,17 +21,14 @@ class Chip:
     flops: float  # bfloat16 multiplications and additions per second
     hbm: float  # bytes
     hbm_rate: float  # bytes per second
-    # Bytes per second in one direction: of one link of a torus, or of all links of a GPU in a host
-    link_rate: float
-    # Bytes per second in one direction to another slice or GPU host: a chip's share
-    outer_rate: float
+    link_rate: float  # bytes per second and direction: of a torus's link, or of all of a GPU's
+    outer_rate: float  # bytes per second and direction to another slice or GPU host: a chip's share
     axes: int = 0  # axes of a TPU's torus; a chip has a link in both directions along each
     devices: int = 1  # JAX devices per chip
     cores: int = 1  # cores per chip, which the product's name counts: v5p-128 has 64 chips
     pod: tuple[int, int] = (0, 0)  # the largest slice: chips, and chips along an axis
     mxu: int = 0  # side of each of a core's four matrix units; 0: unknown
-    # libtpu's mode in which a chip's two cores are one device, where it is not the default
-    mode: str = ""
+    mode: str = ""  # libtpu's mode in which a chip's two cores are one device, if not the default
 
     @property
     def clock(self) -> float:
@@ -41,7 +38,6 @@ class Chip:
 
 _DCN = 6.25e9  # 200 Gbit/s per host of four chips
 
-# fmt: off
 CHIPS = {
     "v4": Chip("TPU v4", 275e12, 32 * GIB, 1.228e12, 45e9, _DCN, axes=3, cores=2, pod=(4096, 16),
                mxu=128, mode="megacore"),
@@ -56,11 +52,9 @@ CHIPS = {
     "h200": Chip("H200 SXM", 989e12, 141e9, 4.8e12, 450e9, 50e9),
     "b200": Chip("B200 SXM", 2250e12, 180e9, 8.0e12, 900e9, 50e9),
     "cpu": Chip("CPU", 0, 0, 0, 0, 0),
-}
-# fmt: on
+}  # fmt: skip
 
-HOST = 8
-"""GPUs per host. Each is connected to all others."""
+HOST = 8  # GPUs per host; each is connected to all others
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,8 +121,7 @@ def topology(text: str, slices: int = 1) -> Topology:
         usual = [2 ** (quotient + (axis < remainder)) for axis in range(chip.axes)]
         shape = tuple(sorted(usual, key=lambda n: (n == 1, n)))  # even, ascending, ones last
     if len(shape) != chip.axes:
-        way_out = f"{of_a_slice} {chip.axes} axes, like {example}"
-        raise wrong(f"has the wrong number of axes; {way_out}")
+        raise wrong(f"has the wrong number of axes; {of_a_slice} {chip.axes} axes, like {example}")
     if math.prod(shape) > chip.pod[0] or max(shape) > chip.pod[1]:
         limit = f"{of_a_slice} {chip.pod[0]:,} chips at most, {chip.pod[1]} along an axis"
         raise wrong(f"is too large; {limit}; use several slices with --slices")

@@ -45,8 +45,7 @@ class Instruction:
     @property
     def source(self) -> str:
         """The operation of the model that it belongs to."""
-        match = re.search(r'op_name="([^"]*)"', self.attributes)
-        return match.group(1) if match else ""
+        return match[1] if (match := re.search(r'op_name="([^"]*)"', self.attributes)) else ""
 
     def called(self, kind: str) -> str | None:
         """Returns the computation that attribute `kind` names: body, condition, calls, ..."""
@@ -101,8 +100,7 @@ class HloProgram:
         for op in computation.values():
             yield op, computation, times, fused
             if op.opcode == "while":
-                trips = self.trips(op, computation)
-                yield from self._visit(op.called("body"), times * trips, fused)
+                yield from self._visit(op.called("body"), times * self.trips(op), fused)
             elif op.opcode == "conditional":
                 names = [op.called("true_computation"), op.called("false_computation")]
                 if match := re.search(r"branch_computations=\{([^}]*)\}", op.attributes):
@@ -115,7 +113,7 @@ class HloProgram:
             elif op.opcode == "call" and (inner := op.called("to_apply")):
                 yield from self._visit(inner, times, fused)
 
-    def trips(self, loop: Instruction, computation: Computation) -> int:
+    def trips(self, loop: Instruction) -> int:
         """Returns how often a loop's body runs. Its condition compares a counter to a constant."""
         if match := re.search(r"known_trip_count[^0-9]*(\d+)", loop.attributes):
             return int(match.group(1))
@@ -130,10 +128,9 @@ class HloProgram:
         counter = next((condition[name] for name in compared if name != bound.name), None)
         step = 1
         if counter is not None and counter.opcode == "get-tuple-element":
-            index = counter.index
             root = next(op for op in body.values() if op.root)
             if root.opcode == "tuple":  # an unrolled loop counts in larger steps
-                step = _increment(body, root.operands[index], index) or 1
+                step = _increment(body, root.operands[counter.index], counter.index) or 1
         return -(-int(bound.literal) // step)
 
 

@@ -1,7 +1,6 @@
 """The plan of an experiment on a machine: memory, least time of a step and the run, and price."""
 
 import dataclasses
-import math
 import re
 from collections.abc import Callable, Sequence
 
@@ -103,8 +102,6 @@ class Plan:
         return {"seconds": seconds, "chip_hours": hours} | money
 
     def to_json(self) -> dict:
-        """Returns the whole plan as JSON values."""
-
         def part_to_json(part: Part) -> dict:
             entry = {"peak_bytes": part.peak, "fits": self.fits_in(part)}
             entry["memory_bytes"] = part.memory
@@ -184,10 +181,9 @@ def make_plan(
         work = lambda op: kernel(op, config.model, kernels)
         roof = roofline(compiled.program, topology, mesh_devices, work)
         parts[name] = Part(memory, roof, compiled)
-    batch, params = programs.batch, programs.state.params
-    tokens = sum(math.prod(batch[side].shape) for side in ("inputs", "source") if side in batch)
-    parameters = sum(math.prod(x.shape) for x in jax.tree.leaves(params))
-    flops, mesh = model_flops(config, batch, params), dict(programs.mesh.shape)
+    params, mesh = programs.state.params, dict(programs.mesh.shape)
+    parameters = sum(x.size for x in jax.tree.leaves(params))
+    flops, tokens = model_flops(config, programs.batch, params), programs.tokens
     return Plan(config, topology, mesh, parameters, flops, tokens, parts, price, kernels)
 
 

@@ -2,8 +2,7 @@
 
 Programs for TPUs are compiled by the TPU compiler in libtpu (extra [tpu]), which needs no TPU.
 Programs for GPUs and CPUs are compiled for simulated CPU devices. That compiler shards arrays and
-inserts collectives as the machine's does, but allocates buffers differently. It compiles from
-shapes alone and allocates no array.
+inserts collectives as the machine's does, but allocates buffers differently. No array is allocated.
 """
 
 import contextlib
@@ -63,8 +62,7 @@ class Compiled:
 def start(topology: Topology) -> list:
     """Returns the devices of a machine that you do not have.
 
-    Must be called before JAX's first computation. Raises UserError if libtpu is missing, or if the
-    topology does not exist.
+    Call it before JAX's first computation. Raises UserError without libtpu or such a topology.
     """
     jax.config.update("jax_platforms", "cpu")
     if not topology.is_tpu:
@@ -116,6 +114,8 @@ class Programs:
         with use(self.mesh):
             self.state, self.shardings = abstract_state(*of_state)
             self.batch = batch_shapes(config, self.mesh)
+        inputs = [x for name, x in self.batch.items() if name in ("inputs", "source")]
+        self.tokens = sum(math.prod(x.shape) for x in inputs)
         generates = config.objective.generates_text and config.model.family != "encoder"
         self.names = PROGRAMS if generates else PROGRAMS[:2]
         self._sequences = config.decoding.batch_size * config.decoding.beam_size
@@ -195,8 +195,7 @@ def _compile(jitted, args):
             raise
         size = lambda number, unit: float(number) * 2 ** (10 * ("KMGT".index(unit) + 1))
         operator = r"(?:Operator: op_name=\"([^\"]*)\"(?:.*\n)*?\s+)?"
-        entry = rf"Size: ([\d.]+)([KMGT])(?:.*\n)*?\s+{operator}Shape: (\S+)"
-        buffers = re.findall(entry, str(e))
+        buffers = re.findall(rf"Size: ([\d.]+)([KMGT])(?:.*\n)*?\s+{operator}Shape: (\S+)", str(e))
         buffers = [(size(*number), shape, source) for *number, source, shape in buffers]
         raise TooLarge(size(*match.groups()), buffers) from None
 

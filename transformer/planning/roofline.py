@@ -127,7 +127,6 @@ def _links(coordinates: np.ndarray, topology: Topology) -> dict[int, int]:
     wrapped = [size % 16 == 0 for size in shape]
     if len(shape) == 3:
         wrapped = [all(size % 4 == 0 for size in shape)] * 3
-    group = coordinates[0, :, :-1]
-    spans = {axis: len(np.unique(group[:, axis])) for axis in range(len(shape))}
+    spans = {axis: len(np.unique(coordinates[0, :, axis])) for axis in range(len(shape))}
     in_ring = lambda axis: wrapped[axis] and spans[axis] == shape[axis]
     return {axis: 1 + in_ring(axis) for axis, span in spans.items() if span > 1} or {0: 1}

@@ -15,6 +15,7 @@ import jax
 
 from transformer.config import Experiment
 from transformer.errors import UserError
+from transformer.mapping import apply_overrides
 from transformer.model.network import abstract_params
 from transformer.parallel.sharding import batch_parts, format_bytes
 from transformer.planning.chips import Topology
@@ -40,7 +41,7 @@ def search(
     """
     plans: list[Plan] = []
     reasons = collections.Counter()
-    size = sum(math.prod(x.shape) for x in jax.tree.leaves(abstract_params(config.model)))
+    size = sum(x.size for x in jax.tree.leaves(abstract_params(config.model)))
     # Parameters, gradients, optimizer moments and the moving average
     copies = 2 + config.optimizer.rule.moments + bool(config.train.ema_decay)
     state = size * (4 if config.model.param_dtype == "float32" else 2) * copies
@@ -75,8 +76,7 @@ def search(
                 break
     if not plans:
         reasons = reasons or {"no mesh has this number of devices and slices": 1}
-        reason = max(reasons, key=reasons.get)
-        raise UserError(f"--search: nothing to try on {topology}; {reason}")
+        raise UserError(f"--search: nothing to try on {topology}; {max(reasons, key=reasons.get)}")
     return sorted(plans, key=lambda plan: (not plan.fits, plan.step or math.inf, plan.train.peak))
 
 
@@ -122,9 +122,7 @@ def _with_layout(config: Experiment, mesh: dict, remat: str, times: int) -> Expe
     if config.data.batch_size % (accumulate * batch_parts(mesh)):
         return None
     config = config.on(dataclasses.replace(config.mesh, **mesh))
-    model = dataclasses.replace(config.model, remat=remat)
-    train = dataclasses.replace(config.train, accumulate=accumulate)
-    return dataclasses.replace(config, model=model, train=train)
+    return apply_overrides(config, {"model.remat": remat, "train.accumulate": accumulate})
 
 
 def _tokens(config: Experiment, mesh: dict[str, int]) -> float:

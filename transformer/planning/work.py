@@ -200,8 +200,7 @@ def _groups(op: Instruction) -> np.ndarray:
     text, numbers = op.attributes, lambda s: [int(n) for n in s.split(",")]
     lists = r"(?:source_target_pairs|replica_groups)=\{((?:\{[\d,]+\},?)+)\}"
     if match := re.search(lists, text):
-        groups = re.findall(r"\{([\d,]+)\}", match.group(1))
-        return np.array([numbers(group) for group in groups])
+        return np.array([numbers(group) for group in re.findall(r"\{([\d,]+)\}", match.group(1))])
     if match := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", text):
         sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", match.group(1))}
         axis_names = re.findall(r"'(\w+)'", match.group(2))

@@ -31,13 +31,12 @@ def open_run(args, overrides):
 
 def read_lines(name: str) -> list[str]:
     """Returns the lines of a file or a pipe, or of standard input ("-")."""
-    source = "standard input" if name == "-" else name
     if name == "-":
-        data = sys.stdin.buffer.read()
+        source, data = "standard input", sys.stdin.buffer.read()
     elif Path(name).is_dir() or not Path(name).exists():
         raise UserError(f"--input: no file {name!r}")
     else:
-        data = Path(name).read_bytes()
+        source, data = name, Path(name).read_bytes()
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as e:

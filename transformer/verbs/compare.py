@@ -34,8 +34,7 @@ def run(args, overrides) -> int:
 
     if overrides:
         raise UserError("compare: takes no --config.*, it reads the logs of runs; leave it out")
-    options = (args.metric, args.baseline, args.higher_is_better)
-    verdict, more = report.judge(args.folders, *options)
+    verdict, more = report.judge(args.folders, args.metric, args.baseline, args.higher_is_better)
     page = report.write(verdict, args.output or args.folders[0] / "report", more)
     for line in verdict.results.left_out:
         print(f"left out: {line}", file=sys.stderr)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from transformer.errors import UserError
 from transformer.output import BOLD, event, styled
-from transformer.verbs.common import folder, open_run
+from transformer.verbs.common import folder
 
 HEADLINES = ("bleu", "exact", "bits_per_byte", "labels_accuracy", "loss")
 """The metric that is printed first, in bold: the first of these that the run has."""
@@ -26,19 +26,17 @@ def arguments(parser) -> None:
 
 
 def run(args, overrides) -> int:
-    from transformer.parallel.mesh import use
+    from transformer.api import evaluate, load_run
     from transformer.parallel.processes import is_first
-    from transformer.runs.evaluate import evaluate, load_trained
 
     of_tasks = {"--include-path": args.include_path, "--num-fewshot": args.num_fewshot}
     for option, value in (of_tasks | {"--limit": args.limit}).items():
         if value is not None and not args.tasks:
             raise UserError(f"{option}: has no effect without --tasks; name tasks")
-    config, mesh = open_run(args, overrides)
+    trained = load_run(args.workdir, overrides)
     if args.tasks:
-        return _run_tasks(args, config, mesh)
-    with use(mesh):
-        metrics = evaluate(load_trained(args.workdir, config, mesh), mesh, args.part)
+        return _run_tasks(args, trained)
+    metrics = evaluate(trained, args.part)
     # Without the values of each layer and head
     summary = {name: value for name, value in metrics.items() if name.count("/") < 3}
     headline = next((name for name in HEADLINES if name in summary), "loss")
@@ -53,18 +51,14 @@ def run(args, overrides) -> int:
     return 0
 
 
-def _run_tasks(args, config, mesh) -> int:
-    from transformer.parallel.mesh import use
+def _run_tasks(args, trained) -> int:
     from transformer.parallel.processes import is_first
-    from transformer.runs.evaluate import load_trained
 
     try:
         from transformer.harness import evaluate_tasks
     except ImportError as e:
         way_out = "the extra [eval]: pip install -e '.[eval]'"
         raise UserError(f"--tasks: needs {way_out} ({e})") from None
-    with use(mesh):
-        trained = load_trained(args.workdir, config, mesh)
     names = [name.strip() for name in args.tasks.split(",") if name.strip()]
     options = {"num_fewshot": args.num_fewshot, "limit": args.limit}
     table = evaluate_tasks(trained, names, args.include_path, **options)

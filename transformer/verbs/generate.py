@@ -80,7 +80,6 @@ def _converse(trained) -> int:
         if not line.strip():
             return 0
         cut = generate.cut
-        answer = generate([line])[0]
-        print("  " + answer.strip("\n").replace("\n", "\n  "))
+        print("  " + generate([line])[0].strip("\n").replace("\n", "\n  "))
         if generate.cut > cut:
             print("  (cut: longer than the model's maximum length)")
