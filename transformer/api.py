@@ -127,10 +127,10 @@ def score(
     if len(contexts) != len(texts):
         raise UserError(f"contexts: {len(contexts)} for {len(texts)} texts; pass one for each")
     run = run if isinstance(run, LoadedRun) else load_run(run)
-    check_tokenizer(run.tokenizer)
+    tokenizer = check_tokenizer(run.tokenizer)
     with use(run.mesh):
         size = run.config.decoding.batch_size
-        scorer = Scorer(run.config, run.params, run.tokenizer, run.mesh, size)
+        scorer = Scorer(run.config, run.params, tokenizer, run.mesh, size)
         return score_texts(scorer, texts, contexts)
 
 
@@ -148,10 +148,9 @@ def embed(
     if pooling == "none":
         raise UserError("pooling: 'none' yields no vector for a text; use mean, cls or last")
     run = run if isinstance(run, LoadedRun) else load_run(run)
-    check_tokenizer(run.tokenizer)
-    size = run.config.decoding.batch_size
+    tokenizer, size = check_tokenizer(run.tokenizer), run.config.decoding.batch_size
     with use(run.mesh):
-        return embed_texts(run.config, run.params, run.tokenizer, run.mesh, texts, pooling, size)
+        return embed_texts(run.config, run.params, tokenizer, run.mesh, texts, pooling, size)
 
 
 def run_config(workdir: str | os.PathLike, overrides: Mapping[str, Any]) -> Experiment:

@@ -32,11 +32,12 @@ def check_texts(texts: Any) -> None:
             raise UserError(f"texts[{i}]: {text[e.start]!a} is not in UTF-8; remove it") from None
 
 
-def check_tokenizer(tokenizer: Tokenizer | None) -> None:
-    """Raises UserError if a run has no tokenizer."""
+def check_tokenizer(tokenizer: Tokenizer | None) -> Tokenizer:
+    """Returns the tokenizer of a run. Raises UserError if there is none."""
     if tokenizer is None:
         missing = "no tokenizer (tokenizer.model or tokenizer.json)"
         raise UserError(f"this run has {missing}; put one into its directory")
+    return tokenizer
 
 
 @dataclasses.dataclass
