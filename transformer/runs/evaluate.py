@@ -113,12 +113,12 @@ def evaluate(trained: LoadedRun, mesh: Mesh, part: str = "test") -> dict:
     report = {"step": trained.step, "part": part}
     if objective.scores_every_token:
         report["eval_overlap"] = config.data.eval_overlap
-    generated = Written()
-    if objective.generates_text:
+    generated, examples = Written(), data.examples(part) if objective.generates_text else []
+    if examples:
         report["decoding"] = to_mapping(config.decoding)
         generate = Generator(config, trained.params, trained.tokenizer)
         write = _translate if objective.has_pairs else _continue
-        generated = write(generate, data.store.examples(part), config)
+        generated = write(generate, examples, config)
     metrics |= generated.scores
     model_state = Snapshot(trained.params, translations=generated.translations)
     metrics |= measure(Subject(config, data, part, mesh), model_state, in_training=False)
