@@ -11,7 +11,8 @@ PACKAGE = ROOT / "transformer"
 ORDER = (
     "version", "errors", "output", "checks", "files", "claims", "registry", "mapping",
     "model", "parallel", "convert", "data", "training", "decoding", "evaluation", "units",
-    "sweeps", "config", "config_io", "runs", "planning", "lab", "api", "verbs", "cli", "__main__",
+    "sweeps", "config", "config_io", "runs", "planning", "lab", "api", "harness", "verbs", "cli",
+    "__main__",
 )  # fmt: skip
 """The modules and packages of `transformer`. Each imports only itself and those before it."""
 
