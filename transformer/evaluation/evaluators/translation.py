@@ -74,8 +74,9 @@ class Translation(_OfPairs):
 
     def measure(self, subject: Subject, snapshot: Snapshot) -> Metrics:
         """Yields translation/bleu, translation/chrf and texts translation/sample/N."""
-        examples = subject.data.examples(subject.part)
-        if snapshot.translations is not None or not examples:
+        if snapshot.translations is not None:
+            return
+        if not (examples := subject.data.examples(subject.part)):  # a mixture without pairs
             return
         if self not in subject.programs:
             tokenizer = subject.data.tokenizer
