@@ -135,7 +135,7 @@ class Batches(Stream):
 class MixedBatches(Stream):
     """The training batches of a mixture. Each source is shuffled anew in each of its epochs.
 
-    Memory does not grow with the number of sequences: Grain computes the order by index.
+    Grain computes the order by index, so that no permutation is held in memory.
     """
 
     def __init__(self, sources: Mapping[str, Batches], turns: Turns, batch_size: int, seed: int):

@@ -278,12 +278,7 @@ def _check_size(tokenizer: Tokenizer, config: DataConfig, vocab_size: int) -> No
 
 
 def _tokenize(
-    folder: Path,
-    part: str,
-    examples: Iterator[Example],
-    tokenizer: Tokenizer,
-    text: _Text,
-    classes,
+    folder: Path, part: str, examples: Iterator[Example], tokenizer: Tokenizer, text: _Text, classes
 ) -> dict:
     """Writes a split in blocks, since a corpus may exceed memory. Returns its counts."""
     digest, counts = hashlib.sha256(), {"examples": 0, "bytes": 0, "words": 0}

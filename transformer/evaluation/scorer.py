@@ -4,7 +4,7 @@ Shape suffixes: B batch, T length, D d_model, V vocabulary.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,10 +13,10 @@ import numpy as np
 from jax.sharding import Mesh
 
 from transformer.data.batching import assemble, by_width
-from transformer.data.objectives.base import Segment, continued, shifted
+from transformer.data.objectives.base import Segment, given
 from transformer.data.tokenizer import Tokenizer
 from transformer.errors import UserError, look_up
-from transformer.evaluation.subject import Subject, token_losses
+from transformer.evaluation.subject import Subject
 from transformer.model.pooling import POOLINGS
 from transformer.training.config import TrainTask
 
@@ -52,19 +52,19 @@ class Scorer:
             problem = f"{self.config.objective.name!r} does not train a probability of texts"
             raise UserError(f"data.objective: {problem}; causal_lm, prefix_lm and seq2seq do")
         self._subject = Subject(self.config, None, "", self.mesh)
-        parts = self._subject.share.parts
-        self.batch_size = -(-self.batch_size // parts) * parts
 
     def __call__(self, pairs: Sequence[Pair]) -> list[Scores]:
         """Returns the scores of each continuation. Raises UserError if one is too long."""
         results = [Scores(np.zeros(0, np.float32), np.zeros(0, bool))] * len(pairs)
         numbers = [i for i, (_, continuation) in enumerate(pairs) if len(continuation)]
         segments = [self._segment(*pairs[i]) for i in numbers]
-        lengths = [max(len(x.inputs), 0 if x.source is None else len(x.source)) for x in segments]
-        for width, batch in by_width(lengths, self.config.model.max_length, self.batch_size):
-            scored = self._run(width, [segments[i] for i in batch])
-            for i, scores in zip(batch, scored, strict=True):
-                results[numbers[i]] = scores
+        run = self._subject.program("scores", self._scores)
+        for members, batch in _batches(self._subject, segments, self.batch_size):
+            arrays = map(np.asarray, run(self.params, batch))
+            for i, logp, is_greedy, positions, weights in zip(members, *arrays, strict=False):
+                scored = np.flatnonzero(weights)
+                scored = scored[np.argsort(positions[scored])]  # the mesh may have reordered them
+                results[numbers[i]] = Scores(logp[scored], is_greedy[scored])
         return results
 
     def _segment(self, context: Sequence[int], continuation: Sequence[int]) -> Segment:
@@ -75,33 +75,28 @@ class Scorer:
         targets = np.array(continuation, np.int32)
         if model.is_encoder_decoder:
             source = np.array([*context[: room - 1], self.tokenizer.eos], np.int32)
-            return Segment(shifted(self.tokenizer.bos, targets), targets, source)
+            return given(model, self.tokenizer.bos, source, targets)
         first, *rest = context[-(room + 1 - len(targets)) :] or [self.tokenizer.bos]
-        segment = continued(first, np.array(rest, np.int32), targets)
-        return segment if model.prefix_lm else dataclasses.replace(segment, prefix=None)
-
-    def _run(self, width: int, segments: Sequence[Segment]) -> list[Scores]:
-        share = self._subject.share
-        rows = [[segments[min(i, len(segments) - 1)]] for i in share.sequences(self.batch_size)]
-        run = self._subject.program("scores", self._scores)
-        arrays = jax.device_get(run(self.params, share.place(assemble(rows, width))))
-        results = []
-        for logp, is_greedy, positions, weights in zip(*map(np.asarray, arrays), strict=True):
-            scored = np.flatnonzero(weights)
-            scored = scored[np.argsort(positions[scored])]  # the mesh may have reordered positions
-            results.append(Scores(logp[scored], is_greedy[scored]))
-        return results[: len(segments)]
+        return given(model, first, np.array(rest, np.int32), targets)
 
     def _scores(self, params, batch):
-        (h_BxTxD, head), _, batch = self._subject.watch(params, batch)
+        hidden, _, batch = self._subject.watch(params, batch)
+        losses_BxT, greedy_BxT = self._subject.predict(*hidden, batch["targets"])
+        is_greedy_BxT = greedy_BxT == batch["targets"]
+        return -losses_BxT, is_greedy_BxT, batch["positions"], batch["weights"]
 
-        def of_chunk(h_BxTxD, targets_BxT):
-            logits_BxTxV = head(h_BxTxD)
-            is_greedy_BxT = jnp.argmax(logits_BxTxV, axis=-1) == targets_BxT
-            return -token_losses(logits_BxTxV, targets_BxT), is_greedy_BxT
 
-        logp_BxT, is_greedy_BxT = self._subject.in_chunks(of_chunk, h_BxTxD, batch["targets"])
-        return logp_BxT, is_greedy_BxT, batch["positions"], batch["weights"]
+def _batches(
+    subject: Subject, segments: Sequence[Segment], batch_size: int
+) -> Iterator[tuple[list[int], dict[str, jax.Array]]]:
+    """Yields (indices of segments, sharded batch that begins with them), by length."""
+    share = subject.share
+    batch_size = -(-batch_size // share.parts) * share.parts
+    lengths = [max(len(x.inputs), 0 if x.source is None else len(x.source)) for x in segments]
+    for width, members in by_width(lengths, subject.config.model.max_length, batch_size):
+        last = len(members) - 1  # repeated to fill the batch
+        rows = [[segments[members[min(row, last)]]] for row in share.sequences(batch_size)]
+        yield members, share.place(assemble(rows, width))
 
 
 def embed_texts(
@@ -117,26 +112,20 @@ def embed_texts(
     family, room = config.model.family, config.model.max_length
     first = tokenizer.source_prefix_ids if family == "encoder_decoder" else [tokenizer.bos]
     last = [] if family == "decoder" else [tokenizer.eos]
-    encoded = tokenizer.encode(texts)
-    ids = [[*first, *text[: room - len(first) - len(last)], *last] for text in encoded]
-    parts = subject.share.parts
-    batch_size = -(-batch_size // parts) * parts
+    inside = [ids[: room - len(first) - len(last)] for ids in tokenizer.encode(texts)]
+    segments = [Segment(np.array([*first, *ids, *last], np.int32)) for ids in inside]
 
-    def pooled(params, tokens_BxT, real_BxT):
+    def pooled(params, batch):
+        tokens_BxT, real_BxT = batch["inputs"], batch["segments"] > 0
         method = "encode" if family == "encoder_decoder" else "hidden"
         options = {"padding_mask": real_BxT, "deterministic": True, "method": method}
         h_BxTxD, _ = subject.model.apply(params, tokens_BxT, **options)
         return pool(h_BxTxD.astype(jnp.float32), real_BxT[..., None])
 
     results = np.zeros((len(texts), config.model.d_model), np.float32)
-    for width, batch in by_width(list(map(len, ids)), room, batch_size):
-        tokens, real = np.zeros((2, batch_size, width), np.int32)
-        for row, i in enumerate(batch):
-            tokens[row, : len(ids[i])], real[row, : len(ids[i])] = ids[i], 1
-        mine = subject.share.sequences(batch_size)
-        placed = subject.share.place({"tokens": tokens[mine], "real": real[mine] > 0})
-        h_BxD = subject.program("pooled", pooled)(params, placed["tokens"], placed["real"])
-        results[batch] = np.asarray(h_BxD)[: len(batch)]
+    for members, batch in _batches(subject, segments, batch_size):
+        h_BxD = subject.program("pooled", pooled)(params, batch)
+        results[members] = np.asarray(h_BxD)[: len(members)]
     return results
 
 

@@ -55,7 +55,7 @@ class Probe(Evaluator):
         trained = probes.parse(config.data.train) if _has_task(config.data) else None
         for length in self.lengths or tuple(times * trained.longest for times in (1, 2, 4)):
             task = probes.TaskSpec(self.task or trained.task, length, length, self.examples)
-            store = _Answers(subject.data.store.tokenizer, task)
+            store = _Answers(subject.data.tokenizer, task)
             longest = store.longest(config.model.is_encoder_decoder)
             if (model := reading(config.model, longest)) is None:
                 break  # the position table is too short
@@ -76,9 +76,10 @@ def _right(subject: Subject, store: "_Answers", snapshot: Snapshot) -> tuple[flo
     """Returns (share of answers that are entirely correct, share of correct tokens)."""
 
     def right(params, batch):
-        (h_BxTxE, head), _, batch = subject.watch(params, batch)
+        hidden, _, batch = subject.watch(params, batch)
         is_target_BxT = batch["weights"] > 0
-        wrong_BxT = is_target_BxT & (jnp.argmax(head(h_BxTxE), axis=-1) != batch["targets"])
+        _, predicted_BxT = subject.predict(*hidden, batch["targets"])
+        wrong_BxT = is_target_BxT & (predicted_BxT != batch["targets"])
         answers_B = jnp.any(is_target_BxT, axis=1)
         exact_B, right_BxT = answers_B & ~jnp.any(wrong_BxT, axis=1), is_target_BxT & ~wrong_BxT
         return jnp.stack([*map(jnp.sum, (exact_B, answers_B, right_BxT, is_target_BxT))])
