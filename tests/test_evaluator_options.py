@@ -33,12 +33,11 @@ def make_subject(config):
     """A subject whose first three translations are right."""
     targets = ["a b c d", "x y", "z"]
     examples = [(f"a b c d {n}", f"{targets[n // 3]} {n}") for n in range(9)]
-    store = types.SimpleNamespace(tokenizer=Letters, examples=lambda part: examples)
     return types.SimpleNamespace(
         config=config,
         mesh=types.SimpleNamespace(size=1),
         with_config=make_subject,
-        data=types.SimpleNamespace(store=store, tokenizer=Letters),
+        data=types.SimpleNamespace(tokenizer=Letters, examples=lambda part: examples),
         part="valid",
         programs={},
     )

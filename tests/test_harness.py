@@ -82,6 +82,24 @@ def test_generation_until(backends):
     assert ours == theirs
 
 
+def test_generation_ignores_the_decoding_of_the_run(backends):
+    """A task sets all options. Without a temperature, sampling uses 1."""
+    import dataclasses
+
+    from transformer.decoding.config import DecodingConfig
+    from transformer.harness import HarnessLM
+
+    run, context = backends[0].run, "the cat sleeps"
+    beams = DecodingConfig(beam_size=4, length_penalty=1.0)
+    beams = dataclasses.replace(run, config=dataclasses.replace(run.config, decoding=beams))
+    greedy, sampled = {"max_gen_toks": 8}, {"max_gen_toks": 8, "do_sample": True, "top_k": 3}
+    first, others = (
+        lm.generate_until([Request(context, greedy), Request(context, sampled)])
+        for lm in (backends[0], HarnessLM(beams))
+    )
+    assert first == others
+
+
 def test_encoder_decoder(t5, tmp_path):
     from lm_eval.models.huggingface import HFLM
 
@@ -184,6 +202,18 @@ def test_mistakes_give_one_line(backends, arguments, message, capsys):
     verb, *rest = arguments
     assert main([verb, f"--workdir={backends[0].run.workdir}", *rest]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_empty_texts(backends):
+    """They have no tokens, and thus probability 1."""
+    run = backends[0].run
+    assert [len(scores.logp) for scores in transformer.score(run, ["", "a dog", ""])] == [0, 3, 0]
+    assert transformer.score(run, []) == []
+    assert transformer.embed(run, []).shape == (0, run.config.model.d_model)
+    assert transformer.embed(run, [""]).shape == (1, run.config.model.d_model)
+    assert backends[0].loglikelihood([Request("a dog", "")]) == [(0.0, True)]
+    with pytest.raises(UserError, match="contexts: expected a list of strings, got str"):
+        transformer.score(run, ["a"], "b")
 
 
 @pytest.mark.parametrize("name", ["bert", "t5", "gpt2"])

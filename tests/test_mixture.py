@@ -1,6 +1,7 @@
 """Mixtures of texts: exact shares, phases, epochs, hosts, held-out losses and errors."""
 
 import collections
+import dataclasses
 from fractions import Fraction
 
 import jax
@@ -10,6 +11,7 @@ import pytest
 from transformer.config import Experiment
 from transformer.data.mixture import Turns, of_temperature
 from transformer.data.pipeline import open_data
+from transformer.decoding.config import DecodingConfig
 from transformer.errors import UserError
 from transformer.mapping import from_mapping
 
@@ -27,15 +29,15 @@ def files(tmp_path_factory):
     return folder
 
 
-def experiment(files, wiki=(), code=(), model=(), steps=20, **data) -> Experiment:
+def experiment(files, wiki=(), code=(), model_fields=(), steps=20, **data) -> Experiment:
     entry = lambda name, more: {"name": name, "train": str(files / f"{name}.txt")} | dict(more)
     entries = [entry("wiki", wiki or {"weight": 3}), entry("code", code or {"weight": 1})]
     fields = {"format": "text", "objective": "causal_lm", "length": 16, "batch_size": 8}
-    model = {"family": "decoder", "vocab_size": 310, "d_model": 16, "num_heads": 2} | dict(model)
+    model = {"family": "decoder", "vocab_size": 310, "d_model": 16, "num_heads": 2}
     return from_mapping(
         Experiment,
         {
-            "model": model | {"max_length": 32},
+            "model": {**model, "max_length": 32, **dict(model_fields)},
             "data": fields | {"mixture": entries, "held_out": 20} | data,
             "train": {"steps": steps},
         },
@@ -124,7 +126,7 @@ def test_temperature_moves_weights_from_sizes_to_equality(files):
 def test_held_out_text_of_every_source(files):
     """Each batch is of one source, and the first batches contain some of each."""
     data = open_data(experiment(files))
-    assert len(data.store.examples("valid")) == 40
+    assert len(data.examples("valid")) == 40
     assert data.store.meta["valid"]["examples"] == 40
     for part in ("valid", "test"):
         batches = data.batches(part)
@@ -155,6 +157,9 @@ def test_sources_may_have_their_own_objectives(files):
     [
         ({"wiki": {"weight": -1}}, "data.mixture.weight: -1.0 must be a number"),
         ({"wiki": {"weight": ((5, 1.0),)}}, r"data.mixture.weight: \(\(5.0, 1.0\),\) must be"),
+        ({"wiki": {"weight": ()}}, r"data.mixture.weight: \(\) must be a number"),
+        ({"wiki": {"weight": ((),)}}, r"data.mixture.weight: \(\(\),\) must be a number"),
+        ({"tokenizer": {"pad_id": 5}}, "data.tokenizer.pad_id: applies only to an existing"),
         ({"wiki": {"weight": 0}, "code": {"weight": 0}}, "all weights are 0 at step 0"),
         ({"code": {"max_epochs": 1}}, "'code' has no weight; set a weight in each source"),
         ({"mixture_temperature": 2.0}, "'wiki' has a weight and a temperature"),
@@ -172,6 +177,13 @@ def test_bad_mixtures_are_refused_in_one_line(files, changes, message):
     with pytest.raises(UserError, match=message) as error:
         open_data(experiment(files, **changes))
     assert "\n" not in str(error.value)
+
+
+def test_the_objective_of_the_run_predicts_tokens(files):
+    labels = {"num_labels": 2, "pooling": "last"}
+    tokens = {"weight": 1, "objective": "causal_lm"}
+    with pytest.raises(UserError, match="data.objective: 'classification' predicts labels"):
+        experiment(files, tokens, tokens, labels, objective="classification", packing=False)
 
 
 def test_temperature_needs_sources():
@@ -209,3 +221,24 @@ def test_a_run_that_repeats_a_source_too_often_is_refused(files, tmp_path):
     with pytest.raises(UserError, match=message):
         train(experiment(files, code={"weight": 1, "max_epochs": 2}, steps=500), tmp_path)
     assert not (tmp_path / "checkpoints").exists()
+
+
+def test_translation_beside_other_text(files, tmp_path):
+    """Only the pairs are translated. Evaluators and decoding belong to the run, not a source."""
+    from transformer import evaluate
+    from transformer.runs.loop import train
+
+    lines = (files / "wiki.txt").read_text().splitlines()
+    (tmp_path / "pairs.tsv").write_text("".join(f"{line}\t{line}\n" for line in lines))
+    pairs = {"train": str(tmp_path / "pairs.tsv"), "format": "tsv", "weight": 1}
+    code = {"weight": 1, "objective": {"name": "span_corruption", "sentinels": 8}}
+    config = experiment(
+        files, pairs, code, {"family": "encoder_decoder", "max_length": 96}, steps=2,
+        objective="seq2seq", length=96, batch_size=8,
+    )  # fmt: skip
+    evaluators = ({"name": "translation", "sentences": 2},)
+    train_config = dataclasses.replace(config.train, evaluators=evaluators)
+    decoding = DecodingConfig(beam_size=2, max_extra=1)
+    config = dataclasses.replace(config, train=train_config, decoding=decoding)
+    train(config, tmp_path / "run")
+    assert evaluate(tmp_path / "run", "valid")["sentences"] == 20

@@ -122,8 +122,8 @@ def score(
       likely one; and `pieces`, the tokens for display.
     """
     check_texts(texts)
-    contexts = contexts or [""] * len(texts)
-    check_texts(contexts)
+    check_texts(contexts, "contexts")
+    contexts = contexts if len(contexts) else [""] * len(texts)
     if len(contexts) != len(texts):
         raise UserError(f"contexts: {len(contexts)} for {len(texts)} texts; pass one for each")
     run = run if isinstance(run, LoadedRun) else load_run(run)

@@ -87,8 +87,10 @@ class Experiment:
                 raise UserError(f"train.evaluators: {evaluator.name} {problem}")
         if problem := objective.check(self):
             raise UserError(f"data.objective: {name!r} {problem}")
+        # Checks the objective of each source. Evaluators and decoding need only that of the run.
+        alone = {"train": dataclasses.replace(train, evaluators=()), "decoding": DecodingConfig()}
         for source in data.sources.values() if data.mixture else ():
-            dataclasses.replace(self, data=source)  # checks the objective of the source
+            dataclasses.replace(self, data=source, **alone)
 
     def _check_parametrization(self) -> None:
         chosen, rule = PARAMETRIZATIONS.build(self.model.parametrization), self.optimizer.rule

@@ -4,6 +4,7 @@ from transformer.harness import HarnessLM
 results = lm_eval.simple_evaluate(HarnessLM("runs/lm_small"), tasks=["lambada_openai"])
 """
 
+import dataclasses
 import json
 import os
 from collections.abc import Sequence
@@ -16,11 +17,11 @@ from lm_eval.tasks import TaskManager
 from lm_eval.utils import handle_non_serializable, make_table
 
 from transformer.api import load_run
+from transformer.decoding.config import DecodingConfig
 from transformer.decoding.generate import Generator, check_tokenizer
 from transformer.errors import UserError, nearest
 from transformer.evaluation.scorer import Scorer, windows
 from transformer.files import write_atomic
-from transformer.mapping import apply_overrides
 from transformer.parallel.mesh import use
 from transformer.parallel.processes import is_first
 from transformer.runs.evaluate import LoadedRun
@@ -53,8 +54,8 @@ class HarnessLM(TemplateLM):
         if add_bos_token is None:
             add_bos_token = run.tokenizer.adds_bos or not is_converted(run.workdir)
         self.add_bos_token, self.max_gen_toks = add_bos_token, max_gen_toks
-        size = batch_size or run.config.decoding.batch_size
-        self._scorer = Scorer(run.config, run.params, run.tokenizer, run.mesh, size)
+        self._batch_size = batch_size or run.config.decoding.batch_size
+        self._scorer = Scorer(run.config, run.params, run.tokenizer, run.mesh, self._batch_size)
         self._rank = 0 if is_first() else 1  # only the first process reports
 
     @property
@@ -111,12 +112,12 @@ class HarnessLM(TemplateLM):
         """Generates until `options["until"]`, with the harness's names of options."""
         options = normalize_gen_kwargs(dict(options), self.max_gen_toks)
         until = handle_stop_sequences(options.pop("until", None), eos=None)
-        fields = {"max_extra": options["max_gen_toks"], "temperature": 0.0, "beam_size": 1}
-        if options.get("do_sample"):
-            names = ("temperature", "top_k", "top_p")
-            fields |= {name: options[name] for name in names if name in options}
-        changes = {f"decoding.{name}": value for name, value in fields.items()}
-        config, run = apply_overrides(self.run.config, changes), self.run
+        fields = {"max_extra": options["max_gen_toks"], "batch_size": self._batch_size}
+        if options["do_sample"] and (temperature := options.get("temperature", 1.0)):
+            fields |= {name: options[name] for name in ("top_k", "top_p") if name in options}
+            fields["temperature"] = temperature
+        run = self.run
+        config = dataclasses.replace(run.config, decoding=DecodingConfig(**fields))
         with use(run.mesh):
             generator = Generator(config, run.params, run.tokenizer, add_bos=self.add_bos_token)
             texts = generator(contexts)
@@ -133,6 +134,8 @@ def evaluate_tasks(
     `options` are those of `lm_eval.simple_evaluate`. Writes the results and the samples to
     `tasks.json` in the run directory, and the metrics to `metrics.jsonl` as `tasks/TASK/METRIC`.
     """
+    if not tasks:
+        raise UserError("--tasks: names no task")
     manager = TaskManager(include_path=str(include_path) if include_path else None)
     for name in tasks:
         if not manager.match_tasks([name]):

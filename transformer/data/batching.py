@@ -11,6 +11,7 @@ The fields of a batch have shape [B, length]; those of the decoder in an encoder
     labels, label_weights: the class of each sequence, [B], or of each input.
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import grain
@@ -134,7 +135,7 @@ class Batches(Stream):
 class MixedBatches(Stream):
     """The training batches of a mixture. Each source is shuffled anew in each of its epochs.
 
-    Memory does not grow with the number of sequences: Grain computes the order by index.
+    Grain computes the order by index, so that no permutation is held in memory.
     """
 
     def __init__(self, sources: Mapping[str, Batches], turns: Turns, batch_size: int, seed: int):
@@ -184,7 +185,8 @@ class JoinedBatches(Stream):
 
 def check_fields(sources: Mapping[str, Batches]) -> None:
     """Raises UserError if the batches of two sources of a mixture have different fields."""
-    fields = {name: sorted(batches[0]) for name, batches in sources.items()}
+    batch = lambda source: source.fill(lambda i: source.segments(0, 0))
+    fields = {name: sorted(batch(source)) for name, source in sources.items()}
     (first, expected), *others = fields.items()
     for name, found in others:
         if found != expected:
@@ -196,6 +198,20 @@ def check_fields(sources: Mapping[str, Batches]) -> None:
 def _reports(sources: Mapping[str, Batches]) -> dict[str, int]:
     items = [(name, *x) for name, batches in sources.items() for x in batches.report.items()]
     return {f"{text} ({name})": number for name, text, number in items}
+
+
+def by_width(
+    lengths: Sequence[int], longest: int, batch_size: int
+) -> Iterator[tuple[int, list[int]]]:
+    """Yields (width, indices) of batches of sequences of similar length, the shortest first.
+
+    The width is a power of two from 16, but at most `longest`.
+    """
+    width = lambda i: min(max(16, 1 << (lengths[i] - 1).bit_length()), longest)
+    order = sorted(range(len(lengths)), key=lambda i: lengths[i])
+    for of_batch, members in itertools.groupby(order, key=width):
+        while batch := list(itertools.islice(members, batch_size)):
+            yield of_batch, batch
 
 
 def assemble(sequences: Sequence[Sequence[Segment]], length: int, decoder_length: int = 0) -> Batch:

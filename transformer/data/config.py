@@ -169,6 +169,9 @@ class DataConfig:
         if self.buckets:
             raise UserError("data.buckets: a mixture has sequences of one length; leave it out")
         mixture.read_sources(self.mixture, self.mixture_temperature)
+        if self.chosen.predicts != ("tokens",):
+            way_out = "choose one of the sources' objectives"
+            raise UserError(f"data.objective: {self.chosen.name!r} predicts labels; {way_out}")
         for name, source in self.sources.items():
             ours, theirs = self.chosen, source.chosen
             if theirs.predicts != ("tokens",) or type(ours).losses is not type(theirs).losses:

@@ -37,12 +37,10 @@ class Source:
             allowed = "letters, digits, '.', '-' and '_'"
             raise UserError(f"data.mixture.name: {self.name!r} must consist of {allowed}")
         at_least("data.mixture", self, 0, "max_epochs")
-        steps = [pair[0] if len(pair) == 2 else -1 for pair in self.phases]
-        in_order = (
-            steps == sorted(set(steps)) and steps[0] == 0 and all(map(float.is_integer, steps))
-        )
-        weights = [pair[-1] for pair in self.phases]
-        if not in_order or not all(0 <= weight < math.inf for weight in weights):
+        are_pairs = all(len(pair) == 2 for pair in self.phases)
+        steps, weights = zip(*self.phases, strict=True) if are_pairs and self.phases else ((), ())
+        in_order = list(steps) == sorted(set(steps)) and all(map(float.is_integer, steps))
+        if steps[:1] != (0,) or not in_order or not all(0 <= w < math.inf for w in weights):
             form = "a number, or pairs (step, weight) whose steps increase from 0"
             problem = f"{self.weight} must be {form}; no weight is negative"
             raise UserError(f"data.mixture.weight: {problem} ({self.name})")

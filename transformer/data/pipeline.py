@@ -4,19 +4,29 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from transformer.data.batching import Batches, JoinedBatches, MixedBatches, Stream, check_fields
-from transformer.data.config import Task
+from transformer.data.config import DataConfig, Task
 from transformer.data.mixture import Turns, of_temperature, phases_of, read_sources
 from transformer.data.objectives.base import Objective, Sequences
+from transformer.data.sources import Example
 from transformer.data.store import Joined, Store, open_stores
 from transformer.data.tokenizer import Tokenizer
 from transformer.errors import UserError
 from transformer.model.config import ModelConfig
 from transformer.model.special_tokens import as_tuple
 from transformer.output import event
+
+
+class _SourceTask(NamedTuple):
+    """The parts of an experiment that determine the batches of one source."""
+
+    model: ModelConfig
+    data: DataConfig
+    seed: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +38,7 @@ class Data:
 
     @functools.cached_property
     def store(self) -> Store:
-        """The store, or the counts and held-out texts of all sources together."""
+        """The store, or the counts of all sources together."""
         return Joined.of(self.stores) if self.config.data.mixture else self.stores[""]
 
     @property
@@ -64,9 +74,7 @@ class Data:
         return MixedBatches(sources, self._turns(), data.batch_size, seed)
 
     def _sequences(self, name: str, part: str) -> Sequences:
-        task = self.config
-        if task.data.mixture:
-            task = dataclasses.replace(task, data=task.data.sources[name])
+        task = _SourceTask(self.config.model, self.config.data.sources[name], self.config.seed)
         return task.data.chosen.sequences(self.stores[name], part, task)
 
     def _turns(self) -> Turns:
@@ -75,6 +83,12 @@ class Data:
             tokens = [store.meta["train"]["tokens"] for store in self.stores.values()]
             return Turns([(0, of_temperature(tokens, temperature))])
         return Turns(phases_of(read_sources(data.mixture, 0.0), data.batch_size))
+
+    def examples(self, part: str) -> list[Example]:
+        """The raw text of valid or test, of the sources with the columns of `objective`."""
+        sources, columns = self.config.data.sources, self.objective.columns
+        names = [name for name in self.stores if sources[name].chosen.columns == columns]
+        return [example for name in names for example in self.stores[name].examples(part)]
 
     def describe(self) -> dict:
         """Counts and hashes for the manifest."""

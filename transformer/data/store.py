@@ -81,9 +81,7 @@ class Store:
 
 @dataclasses.dataclass(frozen=True)
 class Joined(Store):
-    """The counts and held-out texts of the sources of a mixture, together."""
-
-    stores: Mapping[str, Store]
+    """The counts of the sources of a mixture, together."""
 
     @staticmethod
     def of(stores: Mapping[str, Store]) -> "Joined":
@@ -96,13 +94,10 @@ class Joined(Store):
                 total[part][field] = sum(meta[part][field] for meta in metas.values())
         for meta in metas.values():
             total["overlap"].update(meta["overlap"])
-        return Joined(first.folder, first.tokenizer, total | {"sources": metas}, stores)
+        return Joined(first.folder, first.tokenizer, total | {"sources": metas})
 
     def texts(self, part, side):
-        raise NotImplementedError("the texts of a mixture are those of its `stores`")
-
-    def examples(self, part):
-        return [example for store in self.stores.values() for example in store.examples(part)]
+        raise NotImplementedError("the texts of a mixture are those of its sources")
 
 
 def open_stores(config: DataConfig, vocab_size: int) -> dict[str, Store]:
@@ -111,15 +106,15 @@ def open_stores(config: DataConfig, vocab_size: int) -> dict[str, Store]:
     A tokenizer that is trained for a mixture is trained on the text of all sources.
     """
     if config.mixture and not config.tokenizer.path:
-        objectives = [source.chosen for source in config.sources.values()]
-        texts = {n: _Text(x, x.chosen.columns) for n, x in config.sources.items()}
-        reserved = max(objective.reserved for objective in objectives)
-        inputs = [_inputs(x, texts[n], vocab_size) for n, x in config.sources.items()]
+        configs = config.sources.values()
+        texts = [_Text(source, source.chosen.columns) for source in configs]
+        reserved = max(source.chosen.reserved for source in configs)
+        inputs = [_inputs(*pair, vocab_size) for pair in zip(configs, texts, strict=True)]
         folder = corpora.data_home() / "tokenizers" / _key([*inputs, reserved])
         if not tokenizers.find_tokenizer(folder):
-            lines = itertools.chain.from_iterable(text.lines() for text in texts.values())
+            lines = itertools.chain.from_iterable(text.lines() for text in texts)
             with new_folder(folder, keep=True) as new:
-                trained = tokenizers.train_tokenizer(config.tokenizer, vocab_size, lines, reserved)
+                trained = _train(config, vocab_size, lines, reserved)
                 (new / trained.name).write_bytes(trained.content)
         tokenizer = config.tokenizer.at(tokenizers.find_tokenizer(folder))
         config = dataclasses.replace(config, tokenizer=tokenizer)
@@ -254,13 +249,7 @@ def _build(folder: Path, text: _Text, config: DataConfig, vocab_size: int) -> No
         tokenizer = tokenizers.load_tokenizer(config.tokenizer.path, config.tokenizer)
         _check_size(tokenizer, config, vocab_size)
     else:
-        for field in ("pad_id", "bos_id", "eos_id", "source_bos_id"):
-            if getattr(config.tokenizer, field) >= 0:
-                problem = "applies only to an existing tokenizer; set data.tokenizer.path"
-                raise UserError(f"data.tokenizer.{field}: {problem}, or leave it at -1")
-        tokenizer = tokenizers.train_tokenizer(
-            config.tokenizer, vocab_size, text.lines(), config.chosen.reserved
-        )
+        tokenizer = _train(config, vocab_size, text.lines(), config.chosen.reserved)
     (folder / tokenizer.name).write_bytes(tokenizer.content)
     meta = {"tokenizer_sha256": tokenizer.sha256, "overlap": text.overlap()}
     if len(text.columns) > text.sides:
@@ -272,6 +261,14 @@ def _build(folder: Path, text: _Text, config: DataConfig, vocab_size: int) -> No
     (folder / "meta.json").write_text(json.dumps(meta, indent=1))
 
 
+def _train(config: DataConfig, vocab_size: int, lines: Iterator[str], reserved: int) -> Tokenizer:
+    for field in ("pad_id", "bos_id", "eos_id", "source_bos_id"):
+        if getattr(config.tokenizer, field) >= 0:
+            problem = "applies only to an existing tokenizer; set data.tokenizer.path"
+            raise UserError(f"data.tokenizer.{field}: {problem}, or leave it at -1")
+    return tokenizers.train_tokenizer(config.tokenizer, vocab_size, lines, reserved)
+
+
 def _check_size(tokenizer: Tokenizer, config: DataConfig, vocab_size: int) -> None:
     needed = tokenizer.vocab_size + config.chosen.num_added_tokens(tokenizer)
     if needed > vocab_size:
@@ -281,12 +278,7 @@ def _check_size(tokenizer: Tokenizer, config: DataConfig, vocab_size: int) -> No
 
 
 def _tokenize(
-    folder: Path,
-    part: str,
-    examples: Iterator[Example],
-    tokenizer: Tokenizer,
-    text: _Text,
-    classes,
+    folder: Path, part: str, examples: Iterator[Example], tokenizer: Tokenizer, text: _Text, classes
 ) -> dict:
     """Writes a split in blocks, since a corpus may exceed memory. Returns its counts."""
     digest, counts = hashlib.sha256(), {"examples": 0, "bytes": 0, "words": 0}

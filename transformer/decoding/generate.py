@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 
+from transformer.data.batching import by_width
 from transformer.data.tokenizer import Tokenizer
 from transformer.decoding.beam import beam_search
 from transformer.decoding.config import DecodingConfig, DecodingTask
@@ -19,17 +20,17 @@ from transformer.mapping import to_mapping
 from transformer.model.network import build_model
 
 
-def check_texts(texts: Any) -> None:
-    """Raises UserError unless `texts` is a list of strings that UTF-8 can encode."""
+def check_texts(texts: Any, name: str = "texts") -> None:
+    """Raises UserError unless the argument is a list of strings that UTF-8 can encode."""
     if isinstance(texts, (str, bytes)) or not hasattr(texts, "__len__"):
-        raise UserError(f"texts: expected a list of strings, got {type(texts).__name__}")
+        raise UserError(f"{name}: expected a list of strings, got {type(texts).__name__}")
     for i, text in enumerate(texts):
         if not isinstance(text, str):
-            raise UserError(f"texts[{i}]: {text!r} is not text; pass strings")
+            raise UserError(f"{name}[{i}]: {text!r} is not text; pass strings")
         try:
             text.encode()
         except UnicodeEncodeError as e:
-            raise UserError(f"texts[{i}]: {text[e.start]!a} is not in UTF-8; remove it") from None
+            raise UserError(f"{name}[{i}]: {text[e.start]!a} is not in UTF-8; remove it") from None
 
 
 def check_tokenizer(tokenizer: Tokenizer | None) -> Tokenizer:
@@ -74,16 +75,14 @@ class Generator:
         if self._answers:
             ids = [[*i, self.tokenizer.eos] for i in ids]
         out: list[str] = [""] * len(texts)
-        done = 0
-        for width, members in self._batches([len(i) for i in ids]).items():
-            batch_size = self.config.decoding.batch_size
-            for start in range(0, len(members), batch_size):
-                batch = members[start : start + batch_size]
-                outputs = self._run(width, [ids[i] for i in batch], batch)
-                for i, tokens in zip(batch, outputs, strict=True):
-                    out[i] = self._text(ids[i], tokens)
-                done += len(batch)
-                progress(done)
+        done, room = 0, self._room
+        lengths = [len(i) + 1 for i in ids]  # with the source's eos, or the prompt's bos
+        self.cut += sum(length > room for length in lengths)
+        for width, batch in by_width(lengths, room, self.config.decoding.batch_size):
+            outputs = self._run(width, [ids[i] for i in batch], batch)
+            for i, tokens in zip(batch, outputs, strict=True):
+                out[i] = self._text(ids[i], tokens)
+            progress(done := done + len(batch))
         self._calls += len(texts)
         return out
 
@@ -93,18 +92,13 @@ class Generator:
             return self.tokenizer.decode(output)
         return self.tokenizer.decode([*prompt, *output])[len(self.tokenizer.decode(prompt)) :]
 
-    def _batches(self, lengths: list[int]) -> dict[int, list[int]]:
-        """Sorts texts into buckets: width (a power of two from 16) -> indices, shortest first."""
-        room = self.config.model.max_length
-        if not self._translates:  # reserves room for the output, at most half of the length
-            room = max(room - min(self.config.decoding.max_extra, room - room // 2), 1)
-        widths: dict[int, list[int]] = {}
-        for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):
-            needed = lengths[i] + 1  # the source's eos, or the prompt's bos
-            self.cut += needed > room
-            width = min(max(16, 1 << (needed - 1).bit_length()), room)
-            widths.setdefault(width, []).append(i)
-        return widths
+    @property
+    def _room(self) -> int:
+        """The longest input. The output of a decoder gets at most half of the length."""
+        length = self.config.model.max_length
+        if self._translates:
+            return length
+        return max(length - min(self.config.decoding.max_extra, length - length // 2), 1)
 
     def _run(self, width: int, ids: list[list[int]], numbers: Sequence[int]) -> np.ndarray:
         """int32[len(ids), ...]: the generated tokens. The batch is filled with empty sequences."""

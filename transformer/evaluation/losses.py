@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from transformer.data.batching import Stream
-from transformer.evaluation.subject import Snapshot, Subject, token_losses
+from transformer.evaluation.subject import Snapshot, Subject
 from transformer.model.config import ModelConfig
 from transformer.model.network import abstract_params
 from transformer.parallel.sharding import Share
@@ -70,7 +70,6 @@ def reading(model: ModelConfig, length: int) -> ModelConfig | None:
 
 
 def shapes(model: ModelConfig) -> list[tuple[int, ...]]:
-    """Returns the shapes of all parameters."""
     return [x.shape for x in jax.tree.leaves(abstract_params(model))]
 
 
@@ -88,9 +87,8 @@ def by_token(
     """Yields for each batch (-log p(target) times its weight, positions, weights), each [B, T]."""
 
     def losses(params, batch):
-        (h_BxTxD, head), _, batch = subject.watch(params, batch)
-        of_chunk = lambda h, targets: token_losses(head(h), targets)
-        nll_BxT = subject.in_chunks(of_chunk, h_BxTxD, batch["targets"])
+        hidden, _, batch = subject.watch(params, batch)
+        nll_BxT, _ = subject.predict(*hidden, batch["targets"])
         return nll_BxT * batch["weights"], batch["positions"], batch["weights"]
 
     batches = subject.data.batches(subject.part, subject.share.sequences)

@@ -4,7 +4,7 @@ Shape suffixes: B batch, T length, D d_model, V vocabulary.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from transformer.data.batching import assemble
-from transformer.data.objectives.base import Segment, continued, shifted
+from transformer.data.batching import assemble, by_width
+from transformer.data.objectives.base import Segment, given
 from transformer.data.tokenizer import Tokenizer
 from transformer.errors import UserError, look_up
-from transformer.evaluation.subject import Subject, token_losses
+from transformer.evaluation.subject import Subject
 from transformer.model.pooling import POOLINGS
 from transformer.training.config import TrainTask
 
@@ -37,8 +37,7 @@ class Scorer:
     """Computes log p(continuation | context) for a decoder or an encoder-decoder.
 
     A decoder reads context and continuation in one sequence; a context that is too long loses its
-    first tokens. In an encoder-decoder, the encoder reads the context and eos. `cut` counts the
-    contexts that were cut.
+    first tokens. In an encoder-decoder, the encoder reads the context and eos.
     """
 
     config: TrainTask
@@ -46,7 +45,6 @@ class Scorer:
     tokenizer: Tokenizer
     mesh: Mesh
     batch_size: int = 32
-    cut: int = 0
 
     def __post_init__(self):
         model = self.config.model
@@ -54,25 +52,19 @@ class Scorer:
             problem = f"{self.config.objective.name!r} does not train a probability of texts"
             raise UserError(f"data.objective: {problem}; causal_lm, prefix_lm and seq2seq do")
         self._subject = Subject(self.config, None, "", self.mesh)
-        parts = self._subject.share.parts
-        self.batch_size = -(-self.batch_size // parts) * parts
 
-    def __call__(
-        self, pairs: Sequence[Pair], progress: Callable[[int], None] = lambda done: None
-    ) -> list[Scores]:
+    def __call__(self, pairs: Sequence[Pair]) -> list[Scores]:
         """Returns the scores of each continuation. Raises UserError if one is too long."""
-        segments = [self._segment(*pair) for pair in pairs]
-        length = lambda x: max(len(x.inputs), 0 if x.source is None else len(x.source))
-        widths = _by_width(list(map(length, segments)), self.config.model.max_length)
-        results: list[Scores] = [Scores(np.zeros(0), np.zeros(0, bool))] * len(pairs)
-        done = 0
-        for width, members in widths.items():
-            for start in range(0, len(members), self.batch_size):
-                batch = members[start : start + self.batch_size]
-                scored = self._run(width, [segments[i] for i in batch])
-                for i, scores in zip(batch, scored, strict=True):
-                    results[i] = scores
-                progress(done := done + len(batch))
+        results = [Scores(np.zeros(0, np.float32), np.zeros(0, bool))] * len(pairs)
+        numbers = [i for i, (_, continuation) in enumerate(pairs) if len(continuation)]
+        segments = [self._segment(*pairs[i]) for i in numbers]
+        run = self._subject.program("scores", self._scores)
+        for members, batch in _batches(self._subject, segments, self.batch_size):
+            arrays = map(np.asarray, run(self.params, batch))
+            for i, logp, is_greedy, positions, weights in zip(members, *arrays, strict=False):
+                scored = np.flatnonzero(weights)
+                scored = scored[np.argsort(positions[scored])]  # the mesh may have reordered them
+                results[numbers[i]] = Scores(logp[scored], is_greedy[scored])
         return results
 
     def _segment(self, context: Sequence[int], continuation: Sequence[int]) -> Segment:
@@ -82,45 +74,29 @@ class Scorer:
             raise UserError(f"texts: {problem}; split it")
         targets = np.array(continuation, np.int32)
         if model.is_encoder_decoder:
-            self.cut += len(context) > room - 1
             source = np.array([*context[: room - 1], self.tokenizer.eos], np.int32)
-            return Segment(shifted(self.tokenizer.bos, targets), targets, source)
-        first, *rest = context[-(room + 1 - len(targets)) :]
-        self.cut += len(rest) + 1 < len(context)
-        segment = continued(first, np.array(rest, np.int32), targets)
-        return segment if model.prefix_lm else dataclasses.replace(segment, prefix=None)
-
-    def _run(self, width: int, segments: Sequence[Segment]) -> list[Scores]:
-        share = self._subject.share
-        rows = [[segments[min(i, len(segments) - 1)]] for i in share.sequences(self.batch_size)]
-        run = self._subject.program("scores", self._scores)
-        arrays = jax.device_get(run(self.params, share.place(assemble(rows, width))))
-        results = []
-        for logp, is_greedy, positions, weights in zip(*map(np.asarray, arrays), strict=True):
-            scored = np.flatnonzero(weights)
-            scored = scored[np.argsort(positions[scored])]  # the mesh may have reordered positions
-            results.append(Scores(logp[scored], is_greedy[scored]))
-        return results[: len(segments)]
+            return given(model, self.tokenizer.bos, source, targets)
+        first, *rest = context[-(room + 1 - len(targets)) :] or [self.tokenizer.bos]
+        return given(model, first, np.array(rest, np.int32), targets)
 
     def _scores(self, params, batch):
-        (h_BxTxD, head), _, batch = self._subject.watch(params, batch)
-
-        def of_chunk(h_BxTxD, targets_BxT):
-            logits_BxTxV = head(h_BxTxD)
-            is_greedy_BxT = jnp.argmax(logits_BxTxV, axis=-1) == targets_BxT
-            return -token_losses(logits_BxTxV, targets_BxT), is_greedy_BxT
-
-        logp_BxT, is_greedy_BxT = self._subject.in_chunks(of_chunk, h_BxTxD, batch["targets"])
-        return logp_BxT, is_greedy_BxT, batch["positions"], batch["weights"]
+        hidden, _, batch = self._subject.watch(params, batch)
+        losses_BxT, greedy_BxT = self._subject.predict(*hidden, batch["targets"])
+        is_greedy_BxT = greedy_BxT == batch["targets"]
+        return -losses_BxT, is_greedy_BxT, batch["positions"], batch["weights"]
 
 
-def _by_width(lengths: Sequence[int], max_length: int) -> dict[int, list[int]]:
-    """Sorts sequences into buckets: width (a power of two from 16) -> indices, shortest first."""
-    widths: dict[int, list[int]] = {}
-    for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):
-        width = min(max(16, 1 << (lengths[i] - 1).bit_length()), max_length)
-        widths.setdefault(width, []).append(i)
-    return widths
+def _batches(
+    subject: Subject, segments: Sequence[Segment], batch_size: int
+) -> Iterator[tuple[list[int], dict[str, jax.Array]]]:
+    """Yields (indices of segments, sharded batch that begins with them), by length."""
+    share = subject.share
+    batch_size = -(-batch_size // share.parts) * share.parts
+    lengths = [max(len(x.inputs), 0 if x.source is None else len(x.source)) for x in segments]
+    for width, members in by_width(lengths, subject.config.model.max_length, batch_size):
+        last = len(members) - 1  # repeated to fill the batch
+        rows = [[segments[members[min(row, last)]]] for row in share.sequences(batch_size)]
+        yield members, share.place(assemble(rows, width))
 
 
 def embed_texts(
@@ -136,28 +112,20 @@ def embed_texts(
     family, room = config.model.family, config.model.max_length
     first = tokenizer.source_prefix_ids if family == "encoder_decoder" else [tokenizer.bos]
     last = [] if family == "decoder" else [tokenizer.eos]
-    encoded = tokenizer.encode(texts)
-    ids = [[*first, *text[: room - len(first) - len(last)], *last] for text in encoded]
-    parts = subject.share.parts
-    batch_size = -(-batch_size // parts) * parts
+    inside = [ids[: room - len(first) - len(last)] for ids in tokenizer.encode(texts)]
+    segments = [Segment(np.array([*first, *ids, *last], np.int32)) for ids in inside]
 
-    def pooled(params, tokens_BxT, real_BxT):
+    def pooled(params, batch):
+        tokens_BxT, real_BxT = batch["inputs"], batch["segments"] > 0
         method = "encode" if family == "encoder_decoder" else "hidden"
         options = {"padding_mask": real_BxT, "deterministic": True, "method": method}
         h_BxTxD, _ = subject.model.apply(params, tokens_BxT, **options)
         return pool(h_BxTxD.astype(jnp.float32), real_BxT[..., None])
 
     results = np.zeros((len(texts), config.model.d_model), np.float32)
-    for width, members in _by_width(list(map(len, ids)), room).items():
-        for start in range(0, len(members), batch_size):
-            batch = members[start : start + batch_size]
-            tokens, real = np.zeros((2, batch_size, width), np.int32)
-            for row, i in enumerate(batch):
-                tokens[row, : len(ids[i])], real[row, : len(ids[i])] = ids[i], 1
-            mine = subject.share.sequences(batch_size)
-            placed = subject.share.place({"tokens": tokens[mine], "real": real[mine] > 0})
-            h_BxD = subject.program("pooled", pooled)(params, placed["tokens"], placed["real"])
-            results[batch] = np.asarray(h_BxD)[: len(batch)]
+    for members, batch in _batches(subject, segments, batch_size):
+        h_BxD = subject.program("pooled", pooled)(params, batch)
+        results[members] = np.asarray(h_BxD)[: len(members)]
     return results
 
 
@@ -167,13 +135,13 @@ def score_texts(scorer: Scorer, texts: Sequence[str], contexts: Sequence[str]) -
     A text that exceeds the model's length after no context is scored in several windows.
     """
     tokenizer, is_pair = scorer.tokenizer, scorer.config.model.is_encoder_decoder
-    encode = lambda texts: tokenizer.encode(texts) if texts else []
-    before = encode(contexts)
+    before = tokenizer.encode(contexts)
     if is_pair:
         before = [[*tokenizer.source_prefix_ids, *ids] for ids in before]
         after = tokenizer.encode_targets(texts)
     else:
-        both = encode([context + text for context, text in zip(contexts, texts, strict=True)])
+        pairs = zip(contexts, texts, strict=True)
+        both = tokenizer.encode([context + text for context, text in pairs])
         after = [ids[len(x) :] for ids, x in zip(both, before, strict=True)]
         before = [[tokenizer.bos, *ids] for ids in before]
     room = scorer.config.model.max_length

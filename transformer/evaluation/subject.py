@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import linen as nn
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
@@ -86,12 +87,17 @@ class Subject:
         result, batch, sown = run_model(*args, watch=what)
         return (result.hidden_BxTxE, result.head), sown, batch
 
-    def in_chunks(self, function: Callable, *arrays_BxT: jax.Array):
-        """Applies `function` to some tokens at a time to hold few logits: [B, T, ...] -> [B, T]."""
-        count, length = arrays_BxT[0].shape[:2]
+    def predict(self, h_BxTxE: jax.Array, head: Callable, targets_BxT: jax.Array):
+        """Returns (-log p(target), most likely token), [B, T]. Holds few logits at a time."""
+        count, length = targets_BxT.shape
         chunks = auto_chunks(count, length, self.config.model.vocab_size, self.mesh)
         split = lambda x: jnp.moveaxis(x.reshape(count, chunks, -1, *x.shape[2:]), 1, 0)
-        out = jax.lax.map(lambda chunk: function(*chunk), tuple(map(split, arrays_BxT)))
+
+        def of_chunk(chunk):
+            logits, targets = head(chunk[0]), chunk[1]
+            return token_losses(logits, targets), jnp.argmax(logits, axis=-1)
+
+        out = jax.lax.map(of_chunk, (split(h_BxTxE), split(targets_BxT)))
         return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(count, length), out)
 
 
@@ -99,6 +105,16 @@ def token_losses(logits_BxTxV: jax.Array, targets_BxT: jax.Array) -> jax.Array:
     """Returns -log p(target), in nats."""
     at_target = jnp.take_along_axis(logits_BxTxV, targets_BxT[..., None], axis=-1)[..., 0]
     return jax.nn.logsumexp(logits_BxTxV, axis=-1) - at_target
+
+
+def as_documents(
+    subject: Subject, batch: Mapping[str, np.ndarray], inputs: np.ndarray
+) -> dict[str, jax.Array]:
+    """Returns a sharded batch with other inputs, in which each sequence is one document."""
+    positions = np.broadcast_to(np.arange(inputs.shape[1], dtype=np.int32), inputs.shape)
+    changed = {"inputs": inputs.astype(np.int32), "segments": np.ones_like(positions)}
+    here, batch = subject.share.sequences(len(inputs)), {**batch, **changed, "positions": positions}
+    return subject.share.place({name: x[here] for name, x in batch.items() if name != "prefix"})
 
 
 SELF_ATTENTION_ONLY = ("distance", "previous")

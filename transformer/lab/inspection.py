@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 
 from transformer.checks import plain
 from transformer.data.batching import assemble
-from transformer.data.objectives.base import Segment, continued, shifted
+from transformer.data.objectives.base import Segment, given
 from transformer.data.tokenizer import Tokenizer
 from transformer.decoding.generate import Generator, check_tokenizer
 from transformer.errors import UserError
@@ -140,8 +140,8 @@ def _segment(config, tokenizer: Tokenizer, text: str, answer: str) -> tuple[Segm
         source, (target,) = [*tokenizer.source_prefix_ids, *ids], tokenizer.encode_targets([answer])
         cut = max(len(source) + 1 - limit, 0) + max(len(target) + 1 - limit, 0)
         source, target = ([*ids[: limit - 1], tokenizer.eos] for ids in (source, target))
-        inputs = shifted(tokenizer.bos, np.array(target))
-        return Segment(inputs, np.array(target, np.int32), np.array(source, np.int32)), cut
+        source, target = np.array(source, np.int32), np.array(target, np.int32)
+        return given(config.model, tokenizer.bos, source, target), cut
     if config.model.family == "encoder":
         whole = np.array([tokenizer.bos, *ids[: limit - 2], tokenizer.eos], np.int32)
         return Segment(whole, whole), max(len(ids) - (limit - 2), 0)
@@ -151,7 +151,8 @@ def _segment(config, tokenizer: Tokenizer, text: str, answer: str) -> tuple[Segm
         targets = [*tokenizer.encode_targets([answer])[0], tokenizer.eos]
     elif config.model.prefix_lm:  # training splits at random positions
         prompt, targets = ids[: len(ids) // 2], ids[len(ids) // 2 :]
-    segment = continued(tokenizer.bos, np.array(prompt, np.int32), np.array(targets, np.int32))
+    prompt, targets = np.array(prompt, np.int32), np.array(targets, np.int32)
+    segment = given(config.model, tokenizer.bos, prompt, targets)
     prefix = min(segment.prefix, limit) if config.model.prefix_lm else None
     inputs, targets, weights = segment.inputs, segment.targets, segment.weights[:limit]
     kept = Segment(inputs[:limit], targets[:limit], weights=weights, prefix=prefix)

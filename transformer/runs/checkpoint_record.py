@@ -53,7 +53,6 @@ class Record:
     layout: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def to_json(self) -> dict:
-        """Returns the record as a JSON object."""
         content = {"format": FORMAT, **dataclasses.asdict(self)}
         return content | {"sha256": _sha256(content)}
 

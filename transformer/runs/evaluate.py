@@ -108,17 +108,19 @@ def evaluate(trained: LoadedRun, mesh: Mesh, part: str = "test") -> dict:
     eval_step = make_eval_step(config, build_model(config.model), mesh, trained.shardings)
     share = Share(mesh)
     batches = data.batches(part, share.sequences)
-    text = data.store.meta[part] if objective.scores_every_token else None
+    sources = config.data.sources.values()
+    scores_every_token = all(source.chosen.scores_every_token for source in sources)
+    text = data.store.meta[part] if scores_every_token else None
     metrics = evaluate_loss(eval_step, trained.params, batches, share, text=text)
     report = {"step": trained.step, "part": part}
-    if objective.scores_every_token:
+    if scores_every_token:
         report["eval_overlap"] = config.data.eval_overlap
-    generated = Written()
-    if objective.generates_text:
+    generated, examples = Written(), data.examples(part) if objective.generates_text else []
+    if examples:
         report["decoding"] = to_mapping(config.decoding)
         generate = Generator(config, trained.params, trained.tokenizer)
         write = _translate if objective.has_pairs else _continue
-        generated = write(generate, data.store.examples(part), config)
+        generated = write(generate, examples, config)
     metrics |= generated.scores
     model_state = Snapshot(trained.params, translations=generated.translations)
     metrics |= measure(Subject(config, data, part, mesh), model_state, in_training=False)

@@ -147,7 +147,6 @@ def tokenizer_file(workdir: Path) -> Path | None:
 
 
 def has_checkpoint(workdir: Path) -> bool:
-    """Returns whether the directory holds a checkpoint."""
     return any((workdir / "checkpoints").glob("[0-9]*"))
 
 

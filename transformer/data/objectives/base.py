@@ -16,6 +16,7 @@ from transformer.data.config import Task
 from transformer.data.objectives import OBJECTIVES
 from transformer.data.store import Store, Texts
 from transformer.data.tokenizer import Tokenizer
+from transformer.model.config import ModelConfig
 
 register = OBJECTIVES.register
 
@@ -211,8 +212,14 @@ def shifted(start: int, targets: np.ndarray) -> np.ndarray:
     return np.concatenate([[start], targets[:-1]]).astype(np.int32)
 
 
-def continued(start: int, prefix_ids: np.ndarray, target_ids: np.ndarray) -> Segment:
-    """A segment in which a decoder-only model reads `prefix_ids` and predicts `target_ids`."""
-    targets = np.concatenate([prefix_ids, target_ids]).astype(np.int32)
-    weights = (np.arange(len(targets)) >= len(prefix_ids)).astype(np.float32)
-    return Segment(shifted(start, targets), targets, weights=weights, prefix=len(prefix_ids) + 1)
+def given(model: ModelConfig, start: int, source: np.ndarray, targets: np.ndarray) -> Segment:
+    """A segment in which the model reads `source` and predicts `targets`.
+
+    A decoder-only model reads `start`, `source` and `targets` in one sequence.
+    """
+    if model.is_encoder_decoder:
+        return Segment(shifted(start, targets), targets, source)
+    both = np.concatenate([source, targets]).astype(np.int32)
+    weights = (np.arange(len(both)) >= len(source)).astype(np.float32)
+    prefix = len(source) + 1 if model.prefix_lm else None
+    return Segment(shifted(start, both), both, weights=weights, prefix=prefix)

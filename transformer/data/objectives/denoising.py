@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from transformer.data.objectives.base import Draw, Objective, Segment, continued, register, shifted
+from transformer.data.objectives.base import Draw, Objective, Segment, given, register
 from transformer.data.objectives.language_model import check_prefix
 
 
@@ -117,7 +117,7 @@ class _Pieces:
     def __init__(self, objective: _Denoising, store, part: str, task):
         self._objective, self._tokenizer, self.report = objective, store.tokenizer, {}
         self._ids, self._size = store.texts(part, 0).ids, objective.piece(task)
-        self._alone = task.model.family == "decoder"
+        self._model = task.model
         count = len(self._ids) // self._size + (len(self._ids) % self._size >= 2)
         self.lengths = np.full(count, task.data.length)
 
@@ -130,9 +130,7 @@ class _Pieces:
         if denoiser.mode_token >= 0:
             inputs = np.concatenate([[tokenizer.vocab_size + denoiser.mode_token], inputs])
         inputs, targets = inputs.astype(np.int32), targets.astype(np.int32)
-        if self._alone:
-            return [continued(tokenizer.bos, inputs, targets)]
-        return [Segment(shifted(tokenizer.bos, targets), targets, inputs)]
+        return [given(self._model, tokenizer.bos, inputs, targets)]
 
 
 @register("span_corruption")

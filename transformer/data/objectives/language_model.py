@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 
-from transformer.data.objectives.base import Objective, Segment, continued, parts, register, shifted
+from transformer.data.objectives.base import Objective, Segment, given, parts, register, shifted
 
 
 @register("causal_lm")
@@ -86,14 +86,15 @@ def check_prefix(task) -> str | None:
 class _PrefixSequences:
     def __init__(self, store, part: str, task):
         texts, self._tokenizer, data = store.texts(part, 0), store.tokenizer, task.data
-        self._ids, self._alone = texts.ids, task.model.family == "decoder"
+        self._ids, self._model = texts.ids, task.model
+        is_pair = self._model.is_encoder_decoder
         # The inputs of an encoder end in eos, too.
-        max_tokens = data.length if self._alone else min(data.length - 1, data.decoder_length)
+        max_tokens = min(data.length - 1, data.decoder_length) if is_pair else data.length
         starts, stops = parts(texts, max_tokens)
         keep = stops - starts >= 2
         self._starts, self._stops = starts[keep], stops[keep]
         sizes = self.lengths = self._stops - self._starts
-        if not self._alone:
+        if is_pair:
             scaled = -(-sizes * data.length // data.decoder_length)
             self.lengths = np.maximum(sizes + 1, scaled)
         dropped = int((~keep).sum())
@@ -102,7 +103,7 @@ class _PrefixSequences:
     def segments(self, index, draw) -> list[Segment]:
         ids = np.asarray(self._ids[self._starts[index] : self._stops[index]], np.int32)
         cut, tokenizer = int(draw().integers(1, len(ids))), self._tokenizer
-        if self._alone:
-            return [continued(tokenizer.bos, ids[:cut], ids[cut:])]
-        source = np.append(ids[:cut], tokenizer.eos).astype(np.int32)
-        return [Segment(shifted(tokenizer.bos, ids[cut:]), ids[cut:], source)]
+        source = ids[:cut]
+        if self._model.is_encoder_decoder:
+            source = np.append(source, tokenizer.eos).astype(np.int32)
+        return [given(self._model, tokenizer.bos, source, ids[cut:])]

@@ -1,12 +1,11 @@
 """Sequence-to-sequence learning, such as translation: predicts a target from a source."""
 
-import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
 
 from transformer.data.objectives import OBJECTIVES
-from transformer.data.objectives.base import Objective, Segment, continued, keep, pack, shifted
+from transformer.data.objectives.base import Objective, Segment, given, keep, pack
 
 
 @OBJECTIVES.register("seq2seq")
@@ -67,10 +66,7 @@ class _Pairs:
         source, targets = (texts[pair] for texts in self._texts)
         source = self._cut([*self._before, *source], rooms[0])
         targets = self._cut(targets, rooms[1])
-        if not self._alone:
-            return Segment(shifted(bos, targets), targets, source)
-        segment = continued(bos, source, targets)
-        return segment if self._model.prefix_lm else dataclasses.replace(segment, prefix=None)
+        return given(self._model, bos, source, targets)
 
     def _cut(self, ids: Sequence[int], room: int) -> np.ndarray:
         """The ids up to `room`, the last of which becomes eos."""

@@ -7,7 +7,7 @@ import numpy as np
 
 from transformer.checks import plain
 from transformer.evaluation.evaluators.base import EVALUATORS, Metrics, OneBatch, Snapshot, Subject
-from transformer.evaluation.subject import SELF_ATTENTION_ONLY
+from transformer.evaluation.subject import SELF_ATTENTION_ONLY, as_documents
 from transformer.model.config import ModelConfig
 from transformer.model.layout import flatten, part, split_layer_path, where
 
@@ -56,11 +56,8 @@ def _by_head(config: ModelConfig, heads: dict) -> Iterator[tuple[str, str, float
 
 def _repeated_tokens(subject: Subject) -> dict[str, jax.Array]:
     """Returns a batch of random text tokens. The second half of each sequence repeats the first."""
-    batch = {name: np.array(x) for name, x in subject.data.batches(subject.part)[0].items()}
+    batch = subject.data.batches(subject.part)[0]
     count, length = batch["inputs"].shape
     half = np.random.default_rng(0).choice(subject.data.tokenizer.text_ids, (count, length // 2))
-    batch["inputs"][:, : 2 * (length // 2)] = np.tile(half, 2)
-    batch["segments"][:] = 1
-    batch["positions"][:] = np.arange(length)
-    here = subject.share.sequences(count)
-    return subject.share.place({name: x[here] for name, x in batch.items() if name != "prefix"})
+    inputs = np.concatenate([half, half, batch["inputs"][:, 2 * (length // 2) :]], axis=1)
+    return as_documents(subject, batch, inputs)

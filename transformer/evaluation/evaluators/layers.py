@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from transformer.evaluation.evaluators.base import EVALUATORS, NEEDS_TOKENS, Metrics, OneBatch
-from transformer.evaluation.subject import Snapshot, Subject, streams, sublayer_of, token_losses
+from transformer.evaluation.subject import Snapshot, Subject, streams, sublayer_of
 from transformer.model.config import ModelConfig
 from transformer.model.layout import flatten, part, split_layer_path, where
 from transformer.training.step import batch_sums
@@ -94,21 +94,11 @@ class LogitLens(OneBatch):
         """
 
         def lens(params, batch):
-            (h_BxTxE, head), sown, batch = subject.watch(params, batch, "streams")
-            weights = batch["weights"]
-
-            def predict(h_BxTxE, head):
-                """Returns (loss of each token, most likely token)."""
-
-                def of_chunk(h, targets):
-                    logits_BxTxV = head(h)
-                    return token_losses(logits_BxTxV, targets), jnp.argmax(logits_BxTxV, axis=-1)
-
-                return subject.in_chunks(of_chunk, h_BxTxE, batch["targets"])
-
-            final, out = predict(h_BxTxE, head)[1], {}
+            hidden, sown, batch = subject.watch(params, batch, "streams")
+            weights, targets = batch["weights"], batch["targets"]
+            final, out = subject.predict(*hidden, targets)[1], {}
             for layer, h_and_head in enumerate(streams(subject, params, sown["streams"])):
-                losses, predicted = predict(*h_and_head)
+                losses, predicted = subject.predict(*h_and_head, targets)
                 total = jnp.maximum(jnp.sum(weights), 1.0)
                 agrees = jnp.sum((predicted == final) * weights) / total
                 out[layer] = jnp.sum(losses * weights) / total, agrees

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from transformer.evaluation.evaluators.base import EVALUATORS, Metrics, OneBatch, Snapshot, Subject
+from transformer.evaluation.subject import as_documents
 
 
 @EVALUATORS.register("order")
@@ -31,27 +32,19 @@ class Order(OneBatch):
             h_Bx1xE = jnp.sum(jnp.where(at_last[..., None], h_BxTxE, 0), axis=1, keepdims=True)
             return jax.nn.log_softmax(head(h_Bx1xE)[:, 0])
 
-        first_batch = {n: np.array(x) for n, x in subject.data.batches(subject.part)[0].items()}
-        for name in ("prefix", "labels", "label_weights"):
-            first_batch.pop(name, None)
-        count, length = first_batch["inputs"].shape
-        full = np.flatnonzero((first_batch["segments"] > 0).all(axis=1))
+        batch = subject.data.batches(subject.part)[0]
+        count, length = batch["inputs"].shape
+        full = np.flatnonzero((batch["segments"] > 0).all(axis=1))
         if not len(full):
             raise self.error("needs a sequence without padding; set data.packing=True")
         # Repeats sequences if too few are full, to keep the shape of the batch.
         chosen = np.resize(full, count)
-        inputs = first_batch["inputs"][chosen]
+        inputs = batch["inputs"][chosen]
         permutation = np.random.default_rng(0).permutation(length - 1)
         permuted = np.concatenate([inputs[:, permutation], inputs[:, -1:]], axis=1)
-        batch = {name: x[chosen] for name, x in first_batch.items()}
-        batch["segments"] = np.ones_like(inputs)
-        batch["positions"] = np.broadcast_to(np.arange(length, dtype=np.int32), inputs.shape)
-        here, run = subject.share.sequences(count), subject.program(self, last_log_probs)
-
-        def log_probs(tokens: np.ndarray) -> np.ndarray:
-            local = {name: x[here] for name, x in (batch | {"inputs": tokens}).items()}
-            return np.asarray(run(snapshot.params, subject.share.place(local)))
-
-        logp, logq = log_probs(inputs), log_probs(permuted)
+        batch = {name: x[chosen] for name, x in batch.items() if not name.startswith("label")}
+        run = subject.program(self, last_log_probs)
+        batches = [as_documents(subject, batch, tokens) for tokens in (inputs, permuted)]
+        logp, logq = (np.asarray(run(snapshot.params, x)) for x in batches)
         kl = np.sum(np.exp(logp) * (logp - logq), axis=-1)
         yield "order/kl", float(np.mean(kl[: len(full)]))

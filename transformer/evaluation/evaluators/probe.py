@@ -38,7 +38,7 @@ class Probe(Evaluator):
     def why_not(self, task):
         if not task.objective.has_pairs:
             return "requires questions and answers; set data.objective = 'seq2seq'"
-        if task.data.format != "probe" and not (self.task and self.lengths):
+        if not _has_task(task.data) and not (self.task and self.lengths):
             return "needs task and lengths, because data.format is not 'probe'"
 
     def measured_text(self, task):
@@ -52,14 +52,15 @@ class Probe(Evaluator):
         the share of correct tokens. LENGTH is that of the task (data/probes.py).
         """
         config = subject.config
-        trained = probes.parse(config.data.train) if config.data.format == "probe" else None
+        trained = probes.parse(config.data.train) if _has_task(config.data) else None
         for length in self.lengths or tuple(times * trained.longest for times in (1, 2, 4)):
             task = probes.TaskSpec(self.task or trained.task, length, length, self.examples)
-            store = _Answers(subject.data.store.tokenizer, task)
+            store = _Answers(subject.data.tokenizer, task)
             longest = store.longest(config.model.is_encoder_decoder)
             if (model := reading(config.model, longest)) is None:
                 break  # the position table is too short
             layout = {"length": longest, "target_length": 0, "packing": False, "buckets": ()}
+            layout |= {"mixture": (), "mixture_temperature": 0.0}
             data = dataclasses.replace(config.data, **layout)
             at_length = subject.with_config(dataclasses.replace(config, data=data, model=model))
             exact, tokens = _right(at_length, store, snapshot)
@@ -67,19 +68,24 @@ class Probe(Evaluator):
             yield f"probe/tokens/{length:05d}", tokens
 
 
+def _has_task(data) -> bool:
+    return data.format == "probe" and bool(data.train)
+
+
 def _right(subject: Subject, store: "_Answers", snapshot: Snapshot) -> tuple[float, float]:
     """Returns (share of answers that are entirely correct, share of correct tokens)."""
 
     def right(params, batch):
-        (h_BxTxE, head), _, batch = subject.watch(params, batch)
+        hidden, _, batch = subject.watch(params, batch)
         is_target_BxT = batch["weights"] > 0
-        wrong_BxT = is_target_BxT & (jnp.argmax(head(h_BxTxE), axis=-1) != batch["targets"])
+        _, predicted_BxT = subject.predict(*hidden, batch["targets"])
+        wrong_BxT = is_target_BxT & (predicted_BxT != batch["targets"])
         answers_B = jnp.any(is_target_BxT, axis=1)
         exact_B, right_BxT = answers_B & ~jnp.any(wrong_BxT, axis=1), is_target_BxT & ~wrong_BxT
         return jnp.stack([*map(jnp.sum, (exact_B, answers_B, right_BxT, is_target_BxT))])
 
     run = subject.program("right", right)
-    data = dataclasses.replace(subject.data, store=store)
+    data = dataclasses.replace(subject.data, stores={"": store})
     batches = data.batches("test", subject.share.sequences)
     counts = lambda batch: np.asarray(run(snapshot.params, subject.share.place(batch)))
     exact, answers, right_tokens, targets = sum(map(counts, batches.stream()))

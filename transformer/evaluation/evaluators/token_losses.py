@@ -39,7 +39,6 @@ class Extrapolation(Evaluator):
 
     @property
     def multiples(self) -> tuple[int, ...]:
-        """1, 2, 4, ..., times."""
         return tuple(2**n for n in range(self.times.bit_length()))
 
     def why_not(self, task):

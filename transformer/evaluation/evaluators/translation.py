@@ -76,12 +76,14 @@ class Translation(_OfPairs):
         """Yields translation/bleu, translation/chrf and texts translation/sample/N."""
         if snapshot.translations is not None:
             return
+        if not (examples := subject.data.examples(subject.part)):  # a mixture without pairs
+            return
         if self not in subject.programs:
             tokenizer = subject.data.tokenizer
             subject.programs[self] = Generator(subject.config, snapshot.params, tokenizer)
         generate = subject.programs[self]
         generate.params = snapshot.params
-        sources, references = group(subject.data.store.examples(subject.part))
+        sources, references = group(examples)
         sources, references = sources[: self.sentences], references[: self.sentences]
         hypotheses = generate(sources)
         scores, _ = score(hypotheses, references)
