@@ -45,11 +45,9 @@ def run() -> None:
 
 
 def _interrupt(signum, frame) -> None:
-    """Raises KeyboardInterrupt, or ends the process at once where an exception would do harm.
-
-    An extension module that is being imported turns the exception into an ImportError or crashes.
-    The threads that serve an event loop (Orbax reads checkpoints in one) would wait forever.
-    """
+    """Raises KeyboardInterrupt, or ends the process at once where an exception would do harm. An
+    extension module that is being imported turns the exception into an ImportError or crashes. The
+    threads that serve an event loop (Orbax reads checkpoints in one) would wait forever."""
     while frame is not None:
         if frame.f_code.co_filename.startswith("<frozen importlib") or (
             os.path.basename(os.path.dirname(frame.f_code.co_filename)) == "asyncio"

@@ -166,10 +166,8 @@ def run_config(workdir: str | os.PathLike, overrides: Mapping[str, Any]) -> Expe
 
 
 def run_mesh(config: Experiment, overrides: Mapping[str, Any]) -> tuple[Experiment, Mesh]:
-    """Returns the config and the mesh on which to use a trained run.
-
-    The mesh has one device, or as an override sets; with several processes, it is the run's.
-    """
+    """Returns the config and the mesh on which to use a trained run. The mesh has one device, or as
+    an override sets; with several processes, it is the run's."""
     cache_compiled_programs()
     distributed = start_processes()
     is_set = distributed or any(key.startswith("mesh") for key in overrides)

@@ -85,10 +85,8 @@ class Effect:
 
 def refuse_without_effect(section: str, config, effects: tuple[Effect, ...], arguments) -> None:
     """Raises UserError for a field that is set, differs from its default and has no effect.
-
     `arguments` holds the constructor's arguments. A field that the config resolves itself
-    (`config.resolved`: field -> value) may also have the resolved value.
-    """
+    (`config.resolved`: field -> value) may also have the resolved value."""
     resolved = getattr(config, "resolved", {})
     for effect in effects:
         if effect.when(config):
@@ -187,9 +185,7 @@ def coerce(value, kind, path: str):
 
 def in_float32(path: str, value) -> None:
     """Raises UserError for a number that is 0 or infinite in float32, the type of all computations.
-
-    Subnormal numbers count as 0, because accelerators flush them to 0.
-    """
+    Subnormal numbers count as 0, because accelerators flush them to 0."""
     if isinstance(value, float) and value and math.isfinite(value):
         smallest, largest = (float(getattr(np.finfo(np.float32), name)) for name in ("tiny", "max"))
         if not smallest <= abs(value) <= largest:
@@ -205,9 +201,7 @@ def table_of(cls) -> str:
 
 def _check_literal(value, path: str) -> None:
     """Raises UserError if `value` is or contains a set, or an integer that a float cannot hold.
-
-    Sets cannot be hashed. Python does not print the largest integers, even in an error message.
-    """
+    Sets cannot be hashed. Python does not print the largest integers, even in an error message."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             _check_literal(item, f"{path}.{key}")
@@ -244,11 +238,9 @@ def plain(value):
 
 
 def build_choice(field: str, table: dict[str, type], spec: str | Mapping, is_option=lambda f: True):
-    """Builds the dataclass that a config chooses from `table`.
-
-    `spec` is a name, such as `"rotary"`, or a mapping with options, such as `dict(name="rotary",
-    theta=500_000.0)`. `is_option` returns whether a config may set a field. Raises UserError.
-    """
+    """Builds the dataclass that a config chooses from `table`. `spec` is a name, such as
+    `"rotary"`, or a mapping with options, such as `dict(name="rotary", theta=500_000.0)`.
+    `is_option` returns whether a config may set a field. Raises UserError."""
     settings = {"name": spec} if isinstance(spec, str) else dict(spec)
     name = settings.pop("name", "")
     if not isinstance(name, str):
@@ -269,8 +261,6 @@ def build_choice(field: str, table: dict[str, type], spec: str | Mapping, is_opt
 
 
 def is_zero(number) -> bool:
-    """Returns whether `number` is statically known to be 0.
-
-    A traced argument never is: it differs between runs of one program (lab/together.py).
-    """
+    """Returns whether `number` is statically known to be 0. A traced argument never is: it differs
+    between runs of one program (lab/together.py)."""
     return isinstance(number, (int, float)) and number == 0

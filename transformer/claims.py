@@ -25,11 +25,9 @@ STALE = 90.0  # seconds without renewal after which a claim is dead
 
 @dataclasses.dataclass(frozen=True)
 class Process:
-    """A process on some machine.
-
-    `began` identifies the PID namespace and the start time. It distinguishes the process from a
-    later one with the same PID and from one with this PID in another container. "" if unknown.
-    """
+    """A process on some machine. `began` identifies the PID namespace and the start time. It
+    distinguishes the process from a later one with the same PID and from one with this PID in
+    another container. "" if unknown."""
 
     host: str
     pid: str

@@ -67,10 +67,8 @@ def _print_error(line: str) -> None:
 
 
 def _exit_if_distributed(code: int, error: Exception | None = None) -> None:
-    """Ends this process at once if it is one of several.
-
-    A normal exit would wait for the others, which may be waiting for this one. They end too.
-    """
+    """Ends this process at once if it is one of several. A normal exit would wait for the others,
+    which may be waiting for this one. They end too."""
     jax = sys.modules.get("jax")
     if jax is not None and jax.distributed.is_initialized():
         if error is not None:

@@ -79,10 +79,8 @@ def load_arms(file: str, overrides: Mapping = NOTHING) -> tuple[Sweep, dict[str,
 
 @dataclasses.dataclass(frozen=True)
 class _File:
-    """An experiment file with the requested argument and arm.
-
-    `arg` is passed to `get_config` and `sweep` if they take a parameter.
-    """
+    """An experiment file with the requested argument and arm. `arg` is passed to `get_config` and
+    `sweep` if they take a parameter."""
 
     path: Path
     module: types.ModuleType

@@ -19,11 +19,8 @@ _DISK_FAULTS = {
 
 @contextlib.contextmanager
 def disk_errors(path) -> Iterator[None]:
-    """Turns a full disk or an exceeded file size limit into a UserError that names `path`.
-
-    Files and checkpoints are renamed into place when they are complete, so earlier ones stay
-    intact.
-    """
+    """Turns a full disk or an exceeded file size limit into a UserError that names `path`. Files
+    and checkpoints are renamed into place when they are complete, so earlier ones stay intact."""
     try:
         yield
     except Exception as e:  # native libraries raise other types with the system's message
@@ -46,11 +43,9 @@ def check_disk_space(folder: Path, needed: int, what: str) -> None:
 
 @contextlib.contextmanager
 def new_folder(folder: Path, keep: bool = False) -> Iterator[Path]:
-    """Yields an empty folder, which is renamed to `folder` if the body succeeds.
-
-    Otherwise, nothing is left behind. `folder` may exist and be empty. With `keep`, it is kept if
-    another process has made it in the meantime.
-    """
+    """Yields an empty folder, which is renamed to `folder` if the body succeeds. Otherwise, nothing
+    is left behind. `folder` may exist and be empty. With `keep`, it is kept if another process has
+    made it in the meantime."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     scratch = tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}.")
     with disk_errors(folder), scratch as unfinished:
@@ -63,10 +58,8 @@ def new_folder(folder: Path, keep: bool = False) -> Iterator[Path]:
 
 def write_atomic(file: Path, content: str | bytes) -> None:
     """Writes `content` (text as UTF-8) atomically: to a temporary file that is renamed into place.
-
     Nothing is left behind if writing fails. Special files (a pipe, /dev/stdout) are written to
-    directly.
-    """
+    directly."""
     data, file = content.encode("utf-8") if isinstance(content, str) else content, file.resolve()
     if file.exists() and not file.is_file():
         file.open("wb", buffering=0).write(data)

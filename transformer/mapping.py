@@ -11,11 +11,9 @@ from transformer.errors import UserError, nearest
 
 
 def from_mapping(cls, values: Mapping, path: str = "", root: type | None = None):
-    """Builds the dataclass `cls` from a nested mapping.
-
-    `path` is the prefix of field names in errors. `root` is the outermost dataclass, which is
-    searched for a misplaced field. Raises UserError for unknown keys and values of the wrong type.
-    """
+    """Builds the dataclass `cls` from a nested mapping. `path` is the prefix of field names in
+    errors. `root` is the outermost dataclass, which is searched for a misplaced field. Raises
+    UserError for unknown keys and values of the wrong type."""
     if isinstance(values, cls):
         return values
     values, root = to_mapping(values), root or cls
@@ -44,10 +42,8 @@ def way_out(key: str, fields: Mapping, root: type) -> str:
 
 
 def to_mapping(value):
-    """Returns a config or a ConfigDict as nested dicts and lists, ready for JSON.
-
-    `from_mapping` is the inverse for configs.
-    """
+    """Returns a config or a ConfigDict as nested dicts and lists, ready for JSON. `from_mapping` is
+    the inverse for configs."""
     if dataclasses.is_dataclass(value):
         return {f.name: to_mapping(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if hasattr(value, "items"):
@@ -68,11 +64,9 @@ def build(cls, tree: dict, overrides: Mapping[str, str]):
 
 
 def override(tree: dict, dotted: str, value, root: type, prefix: str = "--config.") -> None:
-    """Sets the field `dotted` in the nested dicts of a config.
-
-    A string value is parsed like command-line text. Types are checked when the dataclasses are
-    built. `prefix` is the prefix of the field in errors. Raises UserError for an unknown field.
-    """
+    """Sets the field `dotted` in the nested dicts of a config. A string value is parsed like
+    command-line text. Types are checked when the dataclasses are built. `prefix` is the prefix of
+    the field in errors. Raises UserError for an unknown field."""
     cls, *parents, last = root, *dotted.split(".")
     node, path = tree, ""
     for key in parents:

@@ -14,10 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 
 def open_closed_streams() -> None:
-    """Opens the standard streams that were closed when this process began, on /dev/null.
-
-    Otherwise the next files would get their descriptors, and receive the output of C++ code.
-    """
+    """Opens the standard streams that were closed when this process began, on /dev/null. Otherwise
+    the next files would get their descriptors, and receive the output of C++ code."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             devnull = os.open(os.devnull, os.O_RDWR)  # gets the lowest free descriptor
@@ -80,11 +78,9 @@ def survive_closed_readers() -> Iterator[None]:
 
 
 def suppress_redundant_tracebacks() -> None:
-    """Suppresses output about errors that the main thread also raises.
-
-    If a checkpoint cannot be written, each Orbax thread logs a traceback. If an array cannot be
-    read or written, Orbax closes the event loop under all others, and each prints a traceback.
-    """
+    """Suppresses output about errors that the main thread also raises. If a checkpoint cannot be
+    written, each Orbax thread logs a traceback. If an array cannot be read or written, Orbax closes
+    the event loop under all others, and each prints a traceback."""
     handler = logging.StreamHandler()
 
     def is_new(record: logging.LogRecord) -> bool:
@@ -173,10 +169,8 @@ def styled(text: str, style: int, stream) -> str:
 
 
 def counting(text: str, total: int) -> Callable[[int], None]:
-    """Returns a function that shows in a terminal how many of `total` are done.
-
-    The line is erased at the end. Nothing is written to a log file.
-    """
+    """Returns a function that shows in a terminal how many of `total` are done. The line is erased
+    at the end. Nothing is written to a log file."""
 
     def show(done: int) -> None:
         if sys.stderr.isatty():

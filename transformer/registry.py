@@ -44,11 +44,9 @@ class Registry(Mapping[str, type]):
 
     @dataclass_transform(frozen_default=True)
     def register(self, name: str) -> Callable[[C], C]:
-        """Returns a class decorator that registers a class as `name`, and makes it a dataclass.
-
-        Its fields are the options that a config may set. A new definition of a class replaces the
-        old. Raises UserError if another has the name.
-        """
+        """Returns a class decorator that registers a class as `name`, and makes it a dataclass. Its
+        fields are the options that a config may set. A new definition of a class replaces the old.
+        Raises UserError if another has the name."""
         file = sys._getframe(1).f_globals.get("__file__")
 
         def add(cls: C) -> C:
@@ -100,10 +98,8 @@ _files: dict[str, tuple[Path, set[str]]] = {}
 
 
 def _record(file: str | None, name: str) -> str:
-    """Records that `file` registers a class as `name`. Returns the hash of the file.
-
-    Returns "" for an installed package, and for a class known to this interpreter only.
-    """
+    """Records that `file` registers a class as `name`. Returns the hash of the file. Returns "" for
+    an installed package, and for a class known to this interpreter only."""
     if not file or not Path(file).is_file() or "site-packages" in Path(file).parts:
         return ""
     sha256 = _hash(Path(file))

@@ -55,11 +55,9 @@ def vary(field: str, *values, **named) -> Grid:
 
 
 def scan(field: str, low: float, high: float, points: int) -> Grid:
-    """Varies one number over `points` values, spaced geometrically from `low` to `high`.
-
-    Values are rounded to two significant digits, and to integers if `low` and `high` are integers.
-    Duplicates are removed. Example: scan("optimizer.learning_rate", 1e-4, 1e-1, 7).
-    """
+    """Varies one number over `points` values, spaced geometrically from `low` to `high`. Values are
+    rounded to two significant digits, and to integers if `low` and `high` are integers. Duplicates
+    are removed. Example: scan("optimizer.learning_rate", 1e-4, 1e-1, 7)."""
     if not 0 < low < high or points < 2:
         way_out = "use 0 < low < high and at least 2 points"
         raise UserError(f"sweep: scan({field!r}, {low}, {high}, {points}): {way_out}")

@@ -82,10 +82,8 @@ class Family:
         return self.copies(config) + (tied if self.head and config.tie_embeddings else ())
 
     def our_config(self, theirs: Mapping, tensors: frozenset[str], **ours) -> ModelConfig:
-        """Returns the ModelConfig for a config.json; the fields in `ours` take precedence.
-
-        Raises UserError with the name of a field that a ModelConfig cannot express.
-        """
+        """Returns the ModelConfig for a config.json; the fields in `ours` take precedence. Raises
+        UserError with the name of a field that a ModelConfig cannot express."""
         fields = Fields(theirs, self.model_type, self.fields, self._common_aliases | self.aliases)
         if self.ours != "encoder":
             fields.must("is_causal", True, "the decoder would attend to later tokens")
@@ -123,11 +121,8 @@ class Family:
 
 
 def paired(table: Mapping[str, Any], config: ModelConfig) -> dict:
-    """Returns the fields of config.json that a table pairs with fields of ModelConfig.
-
-    Those of training are left out. 0 is null where null is permitted. `Fields.paired` is the
-    inverse.
-    """
+    """Returns the fields of config.json that a table pairs with fields of ModelConfig. Those of
+    training are left out. 0 is null where null is permitted. `Fields.paired` is the inverse."""
     theirs = {}
     for name, default in table.items():
         x = field(default)

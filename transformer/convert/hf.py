@@ -57,11 +57,8 @@ def load_hf(
 
 
 def open_directory(directory: Path) -> tuple[Family, dict, Tensors]:
-    """Returns the family of a directory, its config.json and its tensors.
-
-    For models that generate, special tokens in generation_config.json override those in
-    config.json.
-    """
+    """Returns the family of a directory, its config.json and its tensors. For models that generate,
+    special tokens in generation_config.json override those in config.json."""
     file = directory / "config.json"
     if not file.is_file():
         raise UserError(f"{directory}: no config.json; choose a folder written by save_pretrained")
@@ -90,9 +87,7 @@ def read_params(family: Family, config: ModelConfig, tensors: Tensors, place: Ca
 
 def _by_layer(family: Family, config: ModelConfig, tensors: Tensors):
     """Returns unrolled path -> shape, and a function that reads the parameter at an unrolled path.
-
-    Raises UserError unless tensors and parameters correspond, with the right shapes.
-    """
+    Raises UserError unless tensors and parameters correspond, with the right shapes."""
     weights = list(family.all_weights(config))
     holder = {ours: (weight, i) for weight in weights for i, ours in enumerate(weight.ours)}
     whole = layer_shapes(config, flatten(abstract_params(config)))

@@ -16,10 +16,8 @@ def layer_kinds(f: Fields, layers: int) -> list[str] | None:
 
 
 def per_layer(**fields: list) -> dict:
-    """Returns the fields of a ModelConfig for lists of one value per layer.
-
-    Those that differ between layers form `layer_pattern`: the shortest that, repeated, gives them.
-    """
+    """Returns the fields of a ModelConfig for lists of one value per layer. Those that differ
+    between layers form `layer_pattern`: the shortest that, repeated, gives them."""
     fixed = {name: xs[0] for name, xs in fields.items() if xs.count(xs[0]) == len(xs)}
     varied = {name: xs for name, xs in fields.items() if name not in fixed}
     if not varied:

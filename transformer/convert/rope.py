@@ -90,11 +90,9 @@ def rope(
     partial: bool = False,
     inside: str = "rope_parameters.",
 ) -> dict:
-    """Returns our position for one `rope_parameters` object.
-
-    `theta` and `fraction` are defaults for the base and the rotated share of each head. `partial`
-    is whether the family supports shares below 1.
-    """
+    """Returns our position for one `rope_parameters` object. `theta` and `fraction` are defaults
+    for the base and the rotated share of each head. `partial` is whether the family supports shares
+    below 1."""
     kept_as_null = ("rope_type", "type", "factor")
     values = {k: v for k, v in values.items() if v is not None or k in kept_as_null}
     values.setdefault("rope_type", values.pop("type", "default"))
@@ -142,10 +140,8 @@ def _attention_factor(kind: str, f: Fields, length: int, original: int) -> dict:
 
 def rotary_by_type(f: Fields, thetas: Mapping[str, float], scaling: Mapping | None = None) -> dict:
     """Returns layer type -> our position, for families in which each type has its own settings.
-
     `thetas` are the layer types and their default bases. `scaling` holds legacy settings of the
-    type "full_attention", which take precedence.
-    """
+    type "full_attention", which take precedence."""
     name = "rope_parameters"
     entries = dict(f.get(name) or {})
     if unknown := sorted(entries.keys() - thetas):

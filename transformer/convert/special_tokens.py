@@ -30,11 +30,9 @@ def read(theirs: Mapping, defaults: Mapping[str, int], fields: Mapping) -> dict:
 
 
 def read_both(directory: Path, theirs: Mapping) -> dict:
-    """Returns the special tokens of generation_config.json or, if missing there, of config.json.
-
-    If the first file exists, Transformers generates with its tokens, and treats missing tokens as
-    absent. `theirs` is the content of config.json. Raises UserError for an invalid ID in either.
-    """
+    """Returns the special tokens of generation_config.json or, if missing there, of config.json. If
+    the first file exists, Transformers generates with its tokens, and treats missing tokens as
+    absent. `theirs` is the content of config.json. Raises UserError for an invalid ID in either."""
     file, tokens = directory / "generation_config.json", {}
     generation = read_json(file) if file.is_file() else {}
     for source, fields in ((directory / "config.json", theirs), (file, generation)):

@@ -20,10 +20,8 @@ FLOATS = ("F16", "BF16", "F32", "F64")
 
 
 class Tensors:
-    """The tensors of a directory, by name. Each is read on demand.
-
-    Raises UserError for missing or damaged files, and for tensors with non-finite numbers.
-    """
+    """The tensors of a directory, by name. Each is read on demand. Raises UserError for missing or
+    damaged files, and for tensors with non-finite numbers."""
 
     def __init__(self, directory: Path, family: Family):
         where = {}
@@ -125,10 +123,8 @@ def check(
     shapes: Mapping[str, Shape],
 ) -> None:
     """Raises UserError unless tensors and parameters correspond, with the right shapes and types.
-
     `holder` maps each parameter to its Weight and its index there; `shapes` are those of all
-    parameters. Tensors without a parameter must be copies, constants or unused.
-    """
+    parameters. Tensors without a parameter must be copies, constants or unused."""
     kind = family.model_type
     if unnamed := sorted(shapes.keys() - holder.keys()):
         raise UserError(f"{kind} has no tensor for {listed(unnamed)}")

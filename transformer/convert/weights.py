@@ -19,11 +19,9 @@ QKV = ("query", "key", "value")
 
 @dataclasses.dataclass(frozen=True)
 class Weight:
-    """The outside tensor `theirs`, which holds our parameters `ours`.
-
-    `shape(shapes of ours)` returns the tensor's shape, `read(tensor, shapes of ours)` our
-    parameters, and `write(ours)` the tensor. `read` and `write` are inverse to each other.
-    """
+    """The outside tensor `theirs`, which holds our parameters `ours`. `shape(shapes of ours)`
+    returns the tensor's shape, `read(tensor, shapes of ours)` our parameters, and `write(ours)` the
+    tensor. `read` and `write` are inverse to each other."""
 
     theirs: str
     ours: tuple[str, ...]
@@ -76,19 +74,15 @@ def row(theirs: str, ours: str) -> Weight:
 
 def matrix(theirs: str, *ours: str, inputs: int = 1, transposed: bool = True) -> Weight:
     """The matrix of a linear layer, [outputs, inputs], or [inputs, outputs] if not `transposed`.
-
-    The first `inputs` axes of our kernels are their inputs. Outputs of several are concatenated.
-    """
+    The first `inputs` axes of our kernels are their inputs. Outputs of several are concatenated."""
     as_matrix = lambda shape: (math.prod(shape[:inputs]), math.prod(shape[inputs:]))
     return _joined(theirs, ours, as_matrix, transposed)
 
 
 def _joined(theirs: str, ours: tuple[str, ...], reshaped: Callable, transposed=False) -> Weight:
-    """Parameters that are reshaped and then concatenated along their last axis.
-
-    `reshaped` returns the new shape of a parameter of a given shape. `transposed`: the tensor is a
-    matrix, and transposed.
-    """
+    """Parameters that are reshaped and then concatenated along their last axis. `reshaped` returns
+    the new shape of a parameter of a given shape. `transposed`: the tensor is a matrix, and
+    transposed."""
 
     def shape(shapes):
         parts = [reshaped(shape) for shape in shapes]

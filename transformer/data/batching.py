@@ -133,10 +133,8 @@ class Batches(Stream):
 
 
 class MixedBatches(Stream):
-    """The training batches of a mixture. Each source is shuffled anew in each of its epochs.
-
-    Grain computes the order by index, so that no permutation is held in memory.
-    """
+    """The training batches of a mixture. Each source is shuffled anew in each of its epochs. Grain
+    computes the order by index, so that no permutation is held in memory."""
 
     def __init__(self, sources: Mapping[str, Batches], turns: Turns, batch_size: int, seed: int):
         self._names, self._sources, self._turns = list(sources), list(sources.values()), turns
@@ -203,10 +201,8 @@ def _reports(sources: Mapping[str, Batches]) -> dict[str, int]:
 def by_width(
     lengths: Sequence[int], longest: int, batch_size: int
 ) -> Iterator[tuple[int, list[int]]]:
-    """Yields (width, indices) of batches of sequences of similar length, the shortest first.
-
-    The width is a power of two from 16, but at most `longest`.
-    """
+    """Yields (width, indices) of batches of sequences of similar length, the shortest first. The
+    width is a power of two from 16, but at most `longest`."""
     width = lambda i: min(max(16, 1 << (lengths[i] - 1).bit_length()), longest)
     order = sorted(range(len(lengths)), key=lambda i: lengths[i])
     for of_batch, members in itertools.groupby(order, key=width):
@@ -215,10 +211,8 @@ def by_width(
 
 
 def assemble(sequences: Sequence[Sequence[Segment]], length: int, decoder_length: int = 0) -> Batch:
-    """Assembles sequences of segments into a batch, padded to `length`.
-
-    If segments have a source, it is padded to `length`, the rest to `decoder_length` or `length`.
-    """
+    """Assembles sequences of segments into a batch, padded to `length`. If segments have a source,
+    it is padded to `length`, the rest to `decoder_length` or `length`."""
     inputs = [[segment.token_fields() for segment in segments] for segments in sequences]
     if not any(segment.source is not None for segments in sequences for segment in segments):
         batch = _side_by_side(inputs, length)
@@ -231,10 +225,8 @@ def assemble(sequences: Sequence[Sequence[Segment]], length: int, decoder_length
 
 
 def _side_by_side(sequences: Sequence[Sequence[Batch]], width: int) -> Batch:
-    """Concatenates the segments of each sequence: arrays [len(sequences), width].
-
-    Segment ids count from 1 in each sequence. Positions restart in each segment.
-    """
+    """Concatenates the segments of each sequence: arrays [len(sequences), width]. Segment ids count
+    from 1 in each sequence. Positions restart in each segment."""
     fields = next(segment for segments in sequences for segment in segments)
     dtypes = {name: np.float32 if x.dtype.kind == "f" else np.int32 for name, x in fields.items()}
     dtypes |= {"segments": np.int32, "positions": np.int32}

@@ -50,10 +50,8 @@ class Data:
         return self.store.tokenizer
 
     def batches(self, part: str, share: Callable[[int], np.ndarray] = np.arange) -> Stream:
-        """The batches of a split. `share`: see `Batches`.
-
-        Those of train are shuffled and do not end. Others contain each sequence once, in order.
-        """
+        """The batches of a split. `share`: see `Batches`. Those of train are shuffled and do not
+        end. Others contain each sequence once, in order."""
         data, seed = self.config.data, self.config.seed if part == "train" else None
         fields = ("length", "decoder_length", "batch_size", "buckets")
         options = {field: getattr(data, field) for field in fields} | {"seed": seed, "share": share}
@@ -120,10 +118,8 @@ def check_special_tokens(model: ModelConfig, tokenizer: Tokenizer) -> None:
 
 def open_data(config: Task, tokenizer: Path | None = None) -> Data:
     """Opens the data of an experiment. Data that is not cached is fetched, split and tokenized.
-
     `tokenizer` is the tokenizer file of an existing run. If given, it tokenizes the text, even if
-    training again, such as with another version of SentencePiece, would yield a different one.
-    """
+    training again, such as with another version of SentencePiece, would yield a different one."""
     settings = config.data.tokenizer
     # The config names an existing tokenizer: read the copy in the run.
     if tokenizer is not None and (settings.path or settings.eos_id >= 0):

@@ -59,9 +59,7 @@ def induction(rng: np.random.Generator, length: int) -> tuple[str, str]:
 
 def needle(rng: np.random.Generator, length: int) -> tuple[str, str]:
     """The digit after the first occurrence of the last letter, a capital: fjsB4kq...A7..lsB -> 4.
-
-    The text consists of lowercase letters and up to four pairs of a capital and a digit.
-    """
+    The text consists of lowercase letters and up to four pairs of a capital and a digit."""
     text, count = list(_letters(rng, length)), max(1, min(4, length // 4))
     positions = rng.choice(max(length // 2, 1), count, replace=False) * 2
     capitals = rng.choice(LETTERS, count, replace=False)

@@ -31,10 +31,8 @@ Example = tuple[str, ...]
 def read(
     format: str, path: str, fields: tuple[str, ...] = (), columns: tuple[str, ...] = ("text",)
 ) -> Iterator[Example]:
-    """Yields examples with one string for each of `columns`. `fields` defaults to `columns`.
-
-    Raises UserError for a missing or empty file and for a malformed line.
-    """
+    """Yields examples with one string for each of `columns`. `fields` defaults to `columns`. Raises
+    UserError for a missing or empty file and for a malformed line."""
     fields, count = fields or columns, 0
     if format == "huggingface":
         examples = _huggingface(path, fields)

@@ -101,10 +101,8 @@ class Joined(Store):
 
 
 def open_stores(config: DataConfig, vocab_size: int) -> dict[str, Store]:
-    """Opens the store of each source of a config (one, without a mixture).
-
-    A tokenizer that is trained for a mixture is trained on the text of all sources.
-    """
+    """Opens the store of each source of a config (one, without a mixture). A tokenizer that is
+    trained for a mixture is trained on the text of all sources."""
     if config.mixture and not config.tokenizer.path:
         configs = config.sources.values()
         texts = [_Text(source, source.chosen.columns) for source in configs]
@@ -122,10 +120,8 @@ def open_stores(config: DataConfig, vocab_size: int) -> dict[str, Store]:
 
 
 def open_store(config: DataConfig, vocab_size: int) -> Store:
-    """Opens the store of a config. If there is none yet, splits and tokenizes the text.
-
-    A trained tokenizer gets those of `vocab_size` ids that the objective does not reserve.
-    """
+    """Opens the store of a config. If there is none yet, splits and tokenizes the text. A trained
+    tokenizer gets those of `vocab_size` ids that the objective does not reserve."""
     text = _Text(config, config.chosen.columns)
     folder = corpora.data_home() / "tokens" / _key(_inputs(config, text, vocab_size))
     if not (folder / "meta.json").exists():

@@ -49,10 +49,8 @@ class Tokenizer:
     adds_bos: bool = True  # whether other libraries begin a text with bos
 
     def set_special_tokens(self, config: TokenizerConfig, name: str, **defaults: int) -> None:
-        """Sets the special tokens that the config sets, or else `defaults` (-1: none).
-
-        Raises UserError, with the tokenizer's `name`, for a token that is not set or not a piece.
-        """
+        """Sets the special tokens that the config sets, or else `defaults` (-1: none). Raises
+        UserError, with the tokenizer's `name`, for a token that is not set or not a piece."""
         ids = {}
         for token, default in defaults.items():
             configured = getattr(config, f"{token}_id")
@@ -234,11 +232,9 @@ class Fast(Tokenizer):
 
 
 class TokenizerPair(Tokenizer):
-    """Two SentencePiece models, for source and target language, with one vocabulary (OPUS-MT).
-
-    A source may begin with a special token for the target language: `>>fra<< ...`. The file is JSON
-    with the keys `source` and `target`, in base64, and `vocabulary`.
-    """
+    """Two SentencePiece models, for source and target language, with one vocabulary (OPUS-MT). A
+    source may begin with a special token for the target language: `>>fra<< ...`. The file is JSON
+    with the keys `source` and `target`, in base64, and `vocabulary`."""
 
     name = FILES[".pair"]
 
@@ -327,10 +323,8 @@ def train_tokenizer(
     config: TokenizerConfig, vocab_size: int, sentences: Iterable[str], reserved: int = 0
 ) -> Tokenizer:
     """Trains a SentencePiece model with exactly `vocab_size - reserved` pieces ("char": at most).
-
     Each line is a sentence, and the line end is a piece. If there are more than `max_sentences`
-    lines, training reads a uniform sample, which is always the same.
-    """
+    lines, training reads a uniform sample, which is always the same."""
     model, pieces = io.BytesIO(), vocab_size - reserved
     lines = iter(_sample(sentences, config.max_sentences))
     if pieces < 1:

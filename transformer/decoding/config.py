@@ -51,9 +51,7 @@ _RANGES = {
 
 def check_numbers(section: str, **numbers) -> None:
     """Raises UserError for a number of wrong type or range, of a config or of `beam_search`.
-
-    `section` precedes the name in the message. A traced number has no value and is not checked.
-    """
+    `section` precedes the name in the message. A traced number has no value and is not checked."""
     for name, value in numbers.items():
         if isinstance(value, jax.core.Tracer):
             continue

@@ -39,11 +39,9 @@ def begin(
     source_BxS: jax.Array | None,
     *masks: jax.Array | None,
 ) -> tuple[jax.Array, DecodeState, Callable]:
-    """Reads the prompts, by default the start token of an encoder-decoder, with `prefill`.
-
-    Returns its results, and (tokens_B, memory) -> the results of `advance`. Also raises UserError
-    without prompt and start token, and unless `limits_B` is an array with one entry per prompt.
-    """
+    """Reads the prompts, by default the start token of an encoder-decoder, with `prefill`. Returns
+    its results, and (tokens_B, memory) -> the results of `advance`. Also raises UserError without
+    prompt and start token, and unless `limits_B` is an array with one entry per prompt."""
     _check(model, prompt_BxP, source_BxS)
     if prompt_BxP is None:
         start_id = model.config.decoder_start_id
@@ -120,10 +118,8 @@ def _check(model: nn.Module, prompt_BxP: Any, source_BxS: Any) -> None:
 
 
 def unrolled(model: nn.Module, params: Any) -> tuple[nn.Module, Any]:
-    """Returns the model and its parameters for `advance`, with a subtree of parameters per layer.
-
-    A step of scanned layers copies the cache of all layers, because a scan stacks it anew.
-    """
+    """Returns the model and its parameters for `advance`, with a subtree of parameters per layer. A
+    step of scanned layers copies the cache of all layers, because a scan stacks it anew."""
     if not model.config.scan_layers:
         return model, params
     config, params = unroll(model.config, params)
@@ -151,11 +147,9 @@ class Ending:
     def of(
         cls, config: ModelConfig, eos_id: Ids, pad_id: int | None, suppress_tokens: Sequence[int]
     ) -> "Ending":
-        """The tokens of the arguments, or of `config` where an argument is None.
-
-        If there is no pad token, eos pads. Raises UserError if there is no eos, for ids outside the
-        vocabulary, and if all tokens are suppressed.
-        """
+        """The tokens of the arguments, or of `config` where an argument is None. If there is no pad
+        token, eos pads. Raises UserError if there is no eos, for ids outside the vocabulary, and if
+        all tokens are suppressed."""
         eos_ids = as_tuple(config.eos_id if eos_id is None else eos_id)
         pad_id = config.pad_id if pad_id is None else pad_id
         suppressed = tuple(suppress_tokens)

@@ -34,11 +34,9 @@ class Scores(NamedTuple):
 
 @dataclasses.dataclass
 class Scorer:
-    """Computes log p(continuation | context) for a decoder or an encoder-decoder.
-
-    A decoder reads context and continuation in one sequence; a context that is too long loses its
-    first tokens. In an encoder-decoder, the encoder reads the context and eos.
-    """
+    """Computes log p(continuation | context) for a decoder or an encoder-decoder. A decoder reads
+    context and continuation in one sequence; a context that is too long loses its first tokens. In
+    an encoder-decoder, the encoder reads the context and eos."""
 
     config: TrainTask
     params: Any
@@ -103,11 +101,9 @@ def embed_texts(
     config: TrainTask, params: Any, tokenizer: Tokenizer, mesh: Mesh, texts: Sequence[str],
     pooling: str, batch_size: int,
 ) -> np.ndarray:  # fmt: skip
-    """Returns the pooled last hidden states of the encoder, or of the only stack: [texts, D].
-
-    A text is read as in training: between bos and eos (encoder), before eos (encoder-decoder) or
-    after bos (decoder). A longer text than the model's length is cut.
-    """
+    """Returns the pooled last hidden states of the encoder, or of the only stack: [texts, D]. A
+    text is read as in training: between bos and eos (encoder), before eos (encoder-decoder) or
+    after bos (decoder). A longer text than the model's length is cut."""
     pool, subject = look_up(POOLINGS, pooling, "pooling"), Subject(config, None, "", mesh)
     family, room = config.model.family, config.model.max_length
     first = tokenizer.source_prefix_ids if family == "encoder_decoder" else [tokenizer.bos]
@@ -130,10 +126,8 @@ def embed_texts(
 
 
 def score_texts(scorer: Scorer, texts: Sequence[str], contexts: Sequence[str]) -> list[Scores]:
-    """Scores each text after its context; both are tokenized together, except in a translator.
-
-    A text that exceeds the model's length after no context is scored in several windows.
-    """
+    """Scores each text after its context; both are tokenized together, except in a translator. A
+    text that exceeds the model's length after no context is scored in several windows."""
     tokenizer, is_pair = scorer.tokenizer, scorer.config.model.is_encoder_decoder
     before = tokenizer.encode(contexts)
     if is_pair:
@@ -160,11 +154,9 @@ def score_texts(scorer: Scorer, texts: Sequence[str], contexts: Sequence[str]) -
 
 
 def windows(first: int, ids: Sequence[int], length: int) -> list[Pair]:
-    """Splits a text into continuations of at most `length` tokens, each with its context.
-
-    Every token is scored once. `first` is the context of the first token. The context of a later
-    window is the token before it; the last window has as much context as its sequence has room for.
-    """
+    """Splits a text into continuations of at most `length` tokens, each with its context. Every
+    token is scored once. `first` is the context of the first token. The context of a later window
+    is the token before it; the last window has as much context as its sequence has room for."""
     pairs: list[Pair] = [([first], ids[:length])] if ids else []
     for start in range(length, len(ids), length):
         stop = min(start + length, len(ids))

@@ -78,11 +78,8 @@ class Subject:
         return self.programs[name]
 
     def watch(self, params, batch: Mapping[str, jax.Array], *what: str):
-        """Returns ((input of the token head, head), internals, batch).
-
-        Internals are the collections `what` (model/watch.py). The batch has the order in which the
-        model read it.
-        """
+        """Returns ((input of the token head, head), internals, batch). Internals are the
+        collections `what` (model/watch.py). The batch has the order in which the model read it."""
         args = (self.model, params, batch, self.config, self.mesh)
         result, batch, sown = run_model(*args, watch=what)
         return (result.hidden_BxTxE, result.head), sown, batch
@@ -123,10 +120,8 @@ SELF_ATTENTION_ONLY = ("distance", "previous")
 
 def streams(subject: Subject, params, recorded: dict) -> Iterator[tuple[jax.Array, Callable]]:
     """Yields (input of the head, head) after each layer of the last stack, as if it ended there.
-
     `recorded` holds the residual streams after the layers (the collection "streams" of
-    model/watch.py). Each is ended as the stack ends.
-    """
+    model/watch.py). Each is ended as the stack ends."""
     config, flat = subject.config.model, flatten(recorded)
     side = config.sides[-1]
     module, of_stack, done = config.norm_module(parent=None), params[side], 0
@@ -141,8 +136,6 @@ def streams(subject: Subject, params, recorded: dict) -> Iterator[tuple[jax.Arra
 
 
 def sublayer_of(rest: str) -> str:
-    """Returns the sublayer of a residual, such as "self_attention_residual/sizes", in its layer.
-
-    It is "all" where the sublayers of a layer share one residual.
-    """
+    """Returns the sublayer of a residual, such as "self_attention_residual/sizes", in its layer. It
+    is "all" where the sublayers of a layer share one residual."""
     return rest.partition("/")[0].removesuffix("residual").rstrip("_") or "all"

@@ -34,11 +34,9 @@ NOT_IN_PROGRAMS = ("max_length", "pipeline_microbatches", "pipeline_rounds", "_i
 
 
 def twins(configs: Mapping[str, Experiment], alike: Mapping[str, object]) -> dict[str, str]:
-    """Returns arm -> the first arm that it is a twin of. First arms are not among the keys.
-
-    `alike` maps each arm to a cheap value that is equal for twins. Programs are lowered only for
-    arms for which this value and the result of `fields_outside_programs` are equal.
-    """
+    """Returns arm -> the first arm that it is a twin of. First arms are not among the keys. `alike`
+    maps each arm to a cheap value that is equal for twins. Programs are lowered only for arms for
+    which this value and the result of `fields_outside_programs` are equal."""
     groups: dict[tuple, list[str]] = {}
     for arm, config in configs.items():
         groups.setdefault((fields_outside_programs(config), alike[arm]), []).append(arm)
@@ -77,11 +75,9 @@ def programs(config: Experiment) -> str:
 
 
 def _without_wide_windows(config: Experiment) -> Experiment:
-    """Sets windows that hide no token of the longest sequence to 0, their equivalent.
-
-    Generated text has up to `max_length` tokens, and the evaluator `extrapolation` reads sequences
-    of `times` training lengths. Random positions are further apart than tokens.
-    """
+    """Sets windows that hide no token of the longest sequence to 0, their equivalent. Generated
+    text has up to `max_length` tokens, and the evaluator `extrapolation` reads sequences of `times`
+    training lengths. Random positions are further apart than tokens."""
     model, evaluators = config.model, map(EVALUATORS.build, config.train.evaluators)
     if model.random_positions:
         return config

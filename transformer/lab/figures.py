@@ -101,10 +101,8 @@ def scanned(verdict: Verdict) -> Drawings:
 
 
 def curves(verdict: Verdict) -> Drawings:
-    """Returns the figures of the validation loss against steps, tokens, FLOPs and time.
-
-    Tokens and FLOPs have none if they are the same multiple of the steps in all arms.
-    """
+    """Returns the figures of the validation loss against steps, tokens, FLOPs and time. Tokens and
+    FLOPs have none if they are the same multiple of the steps in all arms."""
     axes = {
         "steps": ("training steps", lambda arm, step, tokens, seconds: step),
         "tokens": ("target tokens in training", lambda arm, step, tokens, seconds: tokens),

@@ -7,10 +7,8 @@ from transformer.lab.statistics import Mean
 
 
 def digits(half: float, x: float = 1.0) -> int:
-    """Returns the number of decimals that show two significant digits of the half-width.
-
-    Without an interval: three decimals, or two significant digits of a small x.
-    """
+    """Returns the number of decimals that show two significant digits of the half-width. Without an
+    interval: three decimals, or two significant digits of a small x."""
     scale = half if math.isfinite(half) and half > 0 else min(abs(x) or 0.01, 0.01)
     return max(0, 1 - math.floor(math.log10(scale)))
 

@@ -46,10 +46,8 @@ class Law:
         return self.E + self.A * N**-self.alpha + self.B * D**-self.beta
 
     def frontier(self, cost: Cost):
-        """Returns G and gamma of the lowest loss for C FLOPs: L*(C) = E + G C^-gamma.
-
-        With D = C / (c N^m), dL/dN = 0 at N*^(alpha + m beta) = alpha A / (m beta B) (C / c)^beta.
-        """
+        """Returns G and gamma of the lowest loss for C FLOPs: L*(C) = E + G C^-gamma. With D = C /
+        (c N^m), dL/dN = 0 at N*^(alpha + m beta) = alpha A / (m beta B) (C / c)^beta."""
         a, b = self.alpha, cost.m * self.beta
         gamma = a * self.beta / (a + b)
         G = self.A * (1 + a / b) * (a * self.A / (b * self.B)) ** (-a / (a + b)) * cost.c**gamma
@@ -116,11 +114,9 @@ def fit_projected(N, D, L, weights=None, start: Law | None = None, floor: float 
 
 
 def huber_objective(x, n, d, log_L):
-    """Returns the objective of Approach 3 and its gradient by (ln E, ln A, ln B, alpha, beta).
-
-    Sum over points of Huber_delta(logsumexp(ln A - alpha ln N, ln B - beta ln D, ln E) - ln L).
-    With the mean instead of the sum, the original fit stopped early (arXiv:2404.10102).
-    """
+    """Returns the objective of Approach 3 and its gradient by (ln E, ln A, ln B, alpha, beta). Sum
+    over points of Huber_delta(logsumexp(ln A - alpha ln N, ln B - beta ln D, ln E) - ln L). With
+    the mean instead of the sum, the original fit stopped early (arXiv:2404.10102)."""
     e, a, b, alpha, beta = x
     terms = np.stack([np.full_like(n, e), a - alpha * n, b - beta * d])
     fitted = np.logaddexp.reduce(terms)
@@ -132,9 +128,7 @@ def huber_objective(x, n, d, log_L):
 
 def fit_huber(N, D, L, starts: int = 40) -> tuple[Law, float]:
     """Returns the law of Approach 3, which resists outliers, and the share of starts that reach it.
-
-    Starts are drawn from the grid of Hoffmann et al. On their data, 43 % reach the minimum.
-    """
+    Starts are drawn from the grid of Hoffmann et al. On their data, 43 % reach the minimum."""
     points, draw = (np.log(N), np.log(D), np.log(L)), np.random.default_rng(0).choice
     tens, halves = np.arange(0, 26, 5.0), np.arange(0, 2.1, 0.5)
     drawn = [draw(axis, starts) for axis in (halves - 1, tens, tens, halves, halves)]
@@ -160,9 +154,7 @@ def unidentified(N, D, runs) -> str:
 
 def problem(law: Law, N, D) -> str:
     """Returns why a fitted law cannot be used: an active bound, or bad conditioning; "" if it can.
-
-    The condition number is that of d log L / d (parameters), with columns of unit length.
-    """
+    The condition number is that of d log L / d (parameters), with columns of unit length."""
     terms = {"A": law.A * N**-law.alpha, "B": law.B * D**-law.beta}
     ends = [x for x in ("alpha", "beta") if np.isclose(getattr(law, x), EXPONENTS).any()]
     ends += [x for x, nats in terms.items() if nats.min() < 10 * LEAST] + ["E"] * (law.E <= FLOOR)
@@ -177,10 +169,8 @@ def problem(law: Law, N, D) -> str:
 
 
 def isoflop(N, C, L) -> list[tuple[float, float, float]]:
-    """Returns (C, N*, L*) for each budget (within 5 %) with 3 or more sizes: Approach 2.
-
-    N* is the minimum of a parabola in ln N. It is biased if alpha and beta differ.
-    """
+    """Returns (C, N*, L*) for each budget (within 5 %) with 3 or more sizes: Approach 2. N* is the
+    minimum of a parabola in ln N. It is biased if alpha and beta differ."""
     minima, order = [], np.argsort(C)
     for group in np.split(order, np.flatnonzero(np.diff(np.log(C[order])) > 0.05) + 1):
         if len(np.unique(n := np.log(N[group]))) >= 3:

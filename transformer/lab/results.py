@@ -35,11 +35,8 @@ class RunResult:
 
     @property
     def diverged(self) -> int | None:
-        """The step at which the run diverged, or None.
-
-        A run has diverged if its training loss was not finite, or if its final loss is more than
-        twice the loss of uniform predictions.
-        """
+        """The step at which the run diverged, or None. A run has diverged if its training loss was
+        not finite, or if its final loss is more than twice the loss of uniform predictions."""
         losses = [x for x in map(self.outcome, ("test/loss", "eval/loss")) if not math.isnan(x)]
         if losses and losses[0] > 2 * uniform_loss(self.config):
             return self.step
@@ -168,11 +165,9 @@ class Results:
 def read(
     folders: Sequence[Path], metric="", baseline="", higher_is_better: bool | None = None
 ) -> Results:
-    """Returns the results of a sweep directory, or of several run directories.
-
-    Runs whose configs differ only in the seed form one arm, which is named after the folder of the
-    first run. Raises UserError if there is nothing to compare.
-    """
+    """Returns the results of a sweep directory, or of several run directories. Runs whose configs
+    differ only in the seed form one arm, which is named after the folder of the first run. Raises
+    UserError if there is nothing to compare."""
     studies = [folder for folder in folders if (folder / "sweep.json").exists()]
     if studies and len(folders) > 1:
         raise UserError(f"compare: {studies[0]} is a sweep; pass either one sweep or several runs")

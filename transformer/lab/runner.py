@@ -60,11 +60,9 @@ def _unfinished(runs: Sequence[PlannedRun]) -> list[PlannedRun]:
 def run_study(
     study: Study, *, jobs: int, shard: tuple[int, int], max_group: int, host=(0, 1)
 ) -> int:
-    """Runs the unfinished runs of a study, in up to `jobs` processes at a time.
-
-    This is machine shard[0] of shard[1], and process host[0] of the host[1] processes of a pod.
-    Returns 0 if all runs are finished, 1 if some failed, 143 if this process or a run was stopped.
-    """
+    """Runs the unfinished runs of a study, in up to `jobs` processes at a time. This is machine
+    shard[0] of shard[1], and process host[0] of the host[1] processes of a pod. Returns 0 if all
+    runs are finished, 1 if some failed, 143 if this process or a run was stopped."""
     waiting, table = share_of(study, shard, max_group), Table(study, sys.stderr)
     first, alone = host[0] == 0, host[1] == 1
     working, failed, interrupted, next_check = [], [], False, 0.0
@@ -170,11 +168,9 @@ def _reason(code: int, log: Path, began: int) -> str:
 def train_and_evaluate(
     folder: Path, names: Sequence[str], evaluate: Callable[[PlannedRun], None]
 ) -> int:
-    """Trains or resumes the named runs of a study in this process, and evaluates them.
-
-    Runs that are alike and at the same step are trained together, or one by one if that fails. A
-    failed run is recorded, and does not stop the others. Returns the exit code.
-    """
+    """Trains or resumes the named runs of a study in this process, and evaluates them. Runs that
+    are alike and at the same step are trained together, or one by one if that fails. A failed run
+    is recorded, and does not stop the others. Returns the exit code."""
     # Training replaces this handler, and saves before it exits.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     runs = {run.name: run for run in load_study(folder).runs}

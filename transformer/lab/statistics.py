@@ -71,10 +71,8 @@ def difference(arm: dict[int, float], baseline: dict[int, float]) -> Difference:
 
 
 def corrected(differences: dict[str, Difference]) -> dict[str, Difference]:
-    """Applies the Holm correction: the least of m p values times m, the next times m - 1, ...
-
-    NaN does not count as a comparison. The results are monotonic, and at most 1.
-    """
+    """Applies the Holm correction: the least of m p values times m, the next times m - 1, ... NaN
+    does not count as a comparison. The results are monotonic, and at most 1."""
     ranked = sorted((x.p, name) for name, x in differences.items() if not math.isnan(x.p))
     result, largest = dict(differences), 0.0
     for n, (p, name) in enumerate(ranked):
@@ -122,10 +120,8 @@ class Parabola:
         return self.center - self.c[1] / (2 * self.c[2]) if self.c[2] > 0 else math.nan
 
     def interval(self) -> tuple[float, float]:
-        """Returns Fieller's (1954) interval of the minimum: all x whose slope may be 0.
-
-        It is infinite unless the curvature is significantly positive; NaN if the noise is unknown.
-        """
+        """Returns Fieller's (1954) interval of the minimum: all x whose slope may be 0. It is
+        infinite unless the curvature is significantly positive; NaN if the noise is unknown."""
         if self.freedom < 1:
             return math.nan, math.nan
         t, (_, c1, c2), v = stats.t.ppf((1 + LEVEL) / 2, self.freedom), self.c, self.covariance

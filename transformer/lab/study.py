@@ -141,10 +141,8 @@ class Study:
         return [planned(arm, dataclasses.replace(x, seed=seed)) for seed, (arm, x) in arms]
 
     def check(self) -> None:
-        """Raises UserError if the directory holds something else.
-
-        Arms and seeds may be added. As long as no run has started, everything may change.
-        """
+        """Raises UserError if the directory holds something else. Arms and seeds may be added. As
+        long as no run has started, everything may change."""
         if (self.folder / "sweep.json").exists():
             previous = load_study(self.folder)
             started = any(run.folder.exists() for run in previous.runs)

@@ -52,10 +52,8 @@ def program_key(config: Experiment) -> str | None:
 
 
 def train_together(configs: Sequence[Experiment], workdirs: Sequence[Path]) -> list[int]:
-    """Trains or resumes each run, at the same step, in its directory, as `runs.loop.train` does.
-
-    A run that diverges ends, and the others continue. Returns the steps that each has done.
-    """
+    """Trains or resumes each run, at the same step, in its directory, as `runs.loop.train` does. A
+    run that diverges ends, and the others continue. Returns the steps that each has done."""
     config, one = configs[0], MeshConfig(data=1)
     if len({program_key(c) for c in configs}) > 1 or program_key(config) is None:
         raise ValueError("these runs differ in more than numbers")

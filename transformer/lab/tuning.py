@@ -158,10 +158,8 @@ class Trial:
 
 
 def search(study: Study) -> tuple[list[Curve], list[Trial]]:
-    """Replays the search with the finished runs of DIR/tuning.
-
-    Returns the finished curves, by arm and number, and all trials so far with those that are next.
-    """
+    """Replays the search with the finished runs of DIR/tuning. Returns the finished curves, by arm
+    and number, and all trials so far with those that are next."""
     curves, trials = [], []
     for arm, config in study.configs.items():
         setting: dict[str, float] = {}

@@ -17,10 +17,8 @@ from transformer.model.attention_backends.reference import softmax
 def weights(
     q_BxTxNxH: jax.Array, k_BxSxKxH: jax.Array, inputs: Inputs
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns (weights, logits, mask): float32[B, N, T, S] twice, and bool[B, T, S].
-
-    The mask is true where a query may attend to a key; weights and logits are zero elsewhere.
-    """
+    """Returns (weights, logits, mask): float32[B, N, T, S] twice, and bool[B, T, S]. The mask is
+    true where a query may attend to a key; weights and logits are zero elsewhere."""
     logits_BxNxTxS, mask_BxTxS = logits(q_BxTxNxH, k_BxSxKxH, inputs)
     weights_BxNxTxS = softmax(logits_BxNxTxS, mask_BxTxS, inputs)
     return weights_BxNxTxS, jnp.where(mask_BxTxS[:, None], logits_BxNxTxS, 0.0), mask_BxTxS

@@ -24,11 +24,8 @@ from transformer.model.mixers.base import Context, State
 
 @struct.dataclass
 class Shared:
-    """The part of a state that is computed from the source.
-
-    The beams of a sentence share it: its batch size is the number of sources, and reordering beams
-    leaves it unchanged.
-    """
+    """The part of a state that is computed from the source. The beams of a sentence share it: its
+    batch size is the number of sources, and reordering beams leaves it unchanged."""
 
     value: Any
 

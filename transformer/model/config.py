@@ -291,10 +291,8 @@ class ModelConfig:
 
     @property
     def position_acts(self) -> bool:
-        """For a layer's config: whether its position scheme acts on its mixer, or has no hooks.
-
-        A mixer that processes tokens in order does not need a position scheme.
-        """
+        """For a layer's config: whether its position scheme acts on its mixer, or has no hooks. A
+        mixer that processes tokens in order does not need a position scheme."""
         scheme = positions.build(self.position)
         return not scheme.hooks or bool(scheme.hooks & self.token_mixer.hooks)
 
@@ -304,11 +302,8 @@ class ModelConfig:
         return self.position if self.position_acts else "none"
 
     def placement(self, side: str) -> Placement:
-        """Returns the placement of norms in one layer of a stack.
-
-        The config is a layer's, or the model's for layers whose `layer_pattern` entry does not set
-        `norm_placement`.
-        """
+        """Returns the placement of norms in one layer of a stack. The config is a layer's, or the
+        model's for layers whose `layer_pattern` entry does not set `norm_placement`."""
         depths = {f"{s}_layers": self.base.num_layers(s) for s in ("encoder", "decoder")}
         placement = PLACEMENTS.build(self.norm_placement).in_stack(side, **depths)
         scale = PARAMETRIZATIONS.build(self.parametrization).branch_scale(self.m_L(side))
@@ -322,11 +317,9 @@ class ModelConfig:
         return tuple(dict.fromkeys(each))
 
     def mixers(self, side: str) -> dict[str, Mixer]:
-        """For a layer's config: the mixers of its sublayers, by their part of a LayerState.
-
-        "mixer" reads the tokens of the stack. "source" reads the encoder's output; it is missing if
-        there is no encoder or if "mixer" already reads the encoder.
-        """
+        """For a layer's config: the mixers of its sublayers, by their part of a LayerState. "mixer"
+        reads the tokens of the stack. "source" reads the encoder's output; it is missing if there
+        is no encoder or if "mixer" already reads the encoder."""
         mixers = {"mixer": self.token_mixer}
         source = self.token_mixer.source
         if side == "decoder" and self.is_encoder_decoder and source in SOURCE_MIXERS:

@@ -53,18 +53,14 @@ def seeds(key: jax.Array) -> jax.Array:
 
 
 def token_bits(seed: jax.Array, stream: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Returns random int32 of the shape of `tokens`, a function of (seed, stream, token).
-
-    A stream is a head of a sequence. The mixing function is "lowbias32" (Wellons 2018).
-    """
+    """Returns random int32 of the shape of `tokens`, a function of (seed, stream, token). A stream
+    is a head of a sequence. The mixing function is "lowbias32" (Wellons 2018)."""
     return _mix(_mix(seed + _mix(stream)) + tokens)
 
 
 def keep_pairs(rate: float, a: jax.Array, b: jax.Array) -> jax.Array:
-    """Returns whether each pair of tokens is kept, with probability 1 - rate.
-
-    `a` and `b` are `token_bits` with different seeds, and are broadcast to a common shape.
-    """
+    """Returns whether each pair of tokens is kept, with probability 1 - rate. `a` and `b` are
+    `token_bits` with different seeds, and are broadcast to a common shape."""
     x = a + b
     x = (x ^ jax.lax.shift_right_logical(x, 15)) * 0x2C1B3C6D
     return x >= round(rate * 2**32) - 2**31

@@ -64,11 +64,9 @@ class Embedding(nn.Module):
 
 @struct.dataclass
 class Head:
-    """The map from the last hidden state to logits: h W^T + b, in float32.
-
-    With `soft_cap` c, the logits are capped to c tanh(logits / c). The head is a pytree of arrays,
-    so that a loss can apply it in chunks.
-    """
+    """The map from the last hidden state to logits: h W^T + b, in float32. With `soft_cap` c, the
+    logits are capped to c tanh(logits / c). The head is a pytree of arrays, so that a loss can
+    apply it in chunks."""
 
     matrix_VxE: jax.Array
     bias_V: jax.Array | None = None

@@ -21,11 +21,8 @@ SUBLANES = 16
 
 
 def grouped_product(x_nxI: jax.Array, w_GxIxO: jax.Array, sizes_G: jax.Array) -> jax.Array:
-    """Computes y_n = x_n W_g, where g is the group of row n.
-
-    The first sizes_0 rows belong to group 0, the next sizes_1 to group 1, and so on. Output rows
-    after the last group are zero.
-    """
+    """Computes y_n = x_n W_g, where g is the group of row n. The first sizes_0 rows belong to group
+    0, the next sizes_1 to group 1, and so on. Output rows after the last group are zero."""
     if platform() == "tpu":
         return megablox_product(x_nxI, w_GxIxO, sizes_G)
     return jax.lax.ragged_dot(x_nxI, w_GxIxO, sizes_G)

@@ -49,10 +49,8 @@ class Kernel(nn.Module):
 
 
 class Linear(nn.Module):
-    """Computes x W + b, contracting the last axes of x with the first axes of W.
-
-    `names` are the logical names of W's axes. The last `len(outputs)` of them are the output axes.
-    """
+    """Computes x W + b, contracting the last axes of x with the first axes of W. `names` are the
+    logical names of W's axes. The last `len(outputs)` of them are the output axes."""
 
     config: ModelConfig
     outputs: tuple[int, ...]

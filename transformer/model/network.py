@@ -140,10 +140,8 @@ class _Family(nn.Module):
         return empty_cache(self.config, batch, slots)
 
     def __call__(self, *tokens: jax.Array, **options) -> jax.Array:
-        """Returns the logits, float32[B, T, V]. Options as for `features`.
-
-        `tokens` are int32[B, T], or int32[B, S] and int32[B, T].
-        """
+        """Returns the logits, float32[B, T, V]. Options as for `features`. `tokens` are int32[B,
+        T], or int32[B, S] and int32[B, T]."""
         h_BxTxD, head = self.features(*tokens, **options)
         return head(h_BxTxD)
 
@@ -191,9 +189,7 @@ class _OneStack(_Family):
 
     def __call__(self, tokens_BxT, **options) -> jax.Array:  # type: ignore[override]
         """Returns the logits, float32[B, T, V]; without `lm_head`, the result of `classify`.
-
-        Options as for `hidden`.
-        """
+        Options as for `hidden`."""
         if not self.config.lm_head:
             return self.classify(tokens_BxT, **options)
         if self.is_initializing() and hasattr(self, "classifier"):
@@ -215,10 +211,8 @@ class Decoder(_OneStack):
     def decode(
         self, tokens_BxT, cache: Cache, *, last_only=False, **options
     ) -> tuple[jax.Array, Cache]:
-        """Returns the logits of tokens that follow those in the cache, and the updated cache.
-
-        With `last_only`, only the logits of the last token are computed.
-        """
+        """Returns the logits of tokens that follow those in the cache, and the updated cache. With
+        `last_only`, only the logits of the last token are computed."""
         tokens = locate(self.config, tokens_BxT, before=cache.tokens, **options)
         check_cache(self.config, cache, tokens)
         h_BxTxD, cache = self.decoder(self.embedding(tokens_BxT), tokens, cache=cache)

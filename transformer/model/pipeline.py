@@ -48,11 +48,9 @@ def of(tree, i: jax.Array | int):
 def pipelined(
     layers: Layers, params, x_BxTxD, shared, same, key: jax.Array | None, micro: int, rounds: int
 ):
-    """Applies all layers. Returns the residual streams and the sown values.
-
-    The sown values are stacked like the layers and averaged over micro-batches. `params` are
-    stacked; `shared` holds arrays [B, ...]; `same` is the same for all sequences.
-    """
+    """Applies all layers. Returns the residual streams and the sown values. The sown values are
+    stacked like the layers and averaged over micro-batches. `params` are stacked; `shared` holds
+    arrays [B, ...]; `same` is the same for all sequences."""
     axis, stages = axis_of("layers")
     # Sequence i goes to micro-batch i mod M, so that sequences stay on their devices.
     cut = lambda x: jnp.moveaxis(x.reshape(-1, micro, *x.shape[1:]), 1, 0)

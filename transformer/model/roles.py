@@ -44,10 +44,8 @@ def role(path: str, names: tuple[str | None, ...]) -> str:
 
 
 def matrix_axes(names: tuple[str | None, ...], stacked: set[str] = STACKED) -> Axes:
-    """Returns the axes of a matrix: all its axes are inputs but the last, or but "embed"'s.
-
-    The matrix maps d_model to several output axes, or several input axes to d_model.
-    """
+    """Returns the axes of a matrix: all its axes are inputs but the last, or but "embed"'s. The
+    matrix maps d_model to several output axes, or several input axes to d_model."""
     stack = tuple(i for i, name in enumerate(names) if name in stacked)
     rest = tuple(i for i in range(len(names)) if i not in stack)
     inputs = len(rest) - 1 if names[-1] == "embed" else 1
@@ -58,11 +56,9 @@ def matrix_axes(names: tuple[str | None, ...], stacked: set[str] = STACKED) -> A
 def parameter_rules(
     family: type[nn.Module], config: ModelConfig
 ) -> Mapping[str, tuple[Place, Rule]]:
-    """Returns the place and the multipliers of each parameter of a model, by path.
-
-    It is empty without multipliers, that is, in the standard parametrization. The fan-ins of the
-    base are those of its parameters' shapes, so that every mixer and feed-forward has a rule.
-    """
+    """Returns the place and the multipliers of each parameter of a model, by path. It is empty
+    without multipliers, that is, in the standard parametrization. The fan-ins of the base are those
+    of its parameters' shapes, so that every mixer and feed-forward has a rule."""
     if config.parametrization == "standard":
         return {}
     chosen, base = PARAMETRIZATIONS.build(config.parametrization), config.base

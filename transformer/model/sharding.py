@@ -21,10 +21,8 @@ def constrain(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
 
 
 def gathered(x: jax.Array, names: tuple[str | None, ...]) -> jax.Array:
-    """Returns a parameter gathered along d_model, over which it is stored in shards (ZeRO-3).
-
-    Its gradient is constrained to the stored sharding, so that it is summed in shards.
-    """
+    """Returns a parameter gathered along d_model, over which it is stored in shards (ZeRO-3). Its
+    gradient is constrained to the stored sharding, so that it is summed in shards."""
     used_names = ["activation_embed" if name == "embed" else name for name in names]
     stored, used = _spec(x, names), _spec(x, used_names)
     if stored == used:
@@ -47,10 +45,8 @@ def _place(x: jax.Array, spec: P) -> jax.Array:
 
 
 def fitting(name: str, size: int) -> tuple[str, ...]:
-    """Returns the mesh axes that an axis with this name and size is sharded over.
-
-    They are the longest prefix of the name's mesh axes whose number of devices divides the size.
-    """
+    """Returns the mesh axes that an axis with this name and size is sharded over. They are the
+    longest prefix of the name's mesh axes whose number of devices divides the size."""
     axes, sizes = _axes(name), jax.sharding.get_abstract_mesh().shape
     while axes and size % math.prod(sizes[axis] for axis in axes):
         axes = axes[:-1]

@@ -29,11 +29,9 @@ Carry = tuple[Streams, Any]
 
 
 class Layer(nn.Module):
-    """A token mixer, cross-attention and a feed-forward, each in a residual connection.
-
-    Only a decoder layer with an encoder has cross-attention, and only if its mixer does not read
-    the source itself. feed_forward='none' omits the feed-forward.
-    """
+    """A token mixer, cross-attention and a feed-forward, each in a residual connection. Only a
+    decoder layer with an encoder has cross-attention, and only if its mixer does not read the
+    source itself. feed_forward='none' omits the feed-forward."""
 
     config: ModelConfig
     side: str
@@ -141,11 +139,8 @@ class Stack(nn.Module):
         return last.end(parts_of(self), streams, sublayers), cache
 
     def _spread(self, tokens: Tokens) -> Tokens:
-        """Randomizes positions (Ruoss et al. 2023).
-
-        For each sequence, `max_length` positions are drawn without replacement. Position p becomes
-        the p-th smallest of them.
-        """
+        """Randomizes positions (Ruoss et al. 2023). For each sequence, `max_length` positions are
+        drawn without replacement. Position p becomes the p-th smallest of them."""
         cfg, shape = self.config, tokens.segments_BxT.shape
         score = jax.random.uniform(self.make_rng("dropout"), (shape[0], cfg.random_positions))
         drawn = jnp.sort(jnp.argsort(score, axis=1)[:, : cfg.max_length], axis=1)
@@ -275,9 +270,7 @@ def distinct_schemes(
     config: ModelConfig, side: str
 ) -> tuple[tuple[tuple[positions.Position, positions.StackFacts], ...], tuple[int, ...]]:
     """Returns the distinct position schemes of a stack, unbound, and the index of each layer's.
-
-    Layers share a scheme and its parameters if the facts that `bind` reads are the same.
-    """
+    Layers share a scheme and its parameters if the facts that `bind` reads are the same."""
     distinct, of_layer, layers = {}, {}, config.layers(side)
     for layer in dict.fromkeys(layers):
         scheme, facts = positions.build(layer.layer_position), layer.stack_facts(side)
@@ -321,11 +314,8 @@ def _unstacked(stacks: Any, count: int, period: int) -> tuple:
 
 
 def _scanned(cls: type[nn.Module], length: int, axis: str) -> type[nn.Module]:
-    """Returns `cls` scanned `length` times.
-
-    The module takes (carry, own, position, context). Its parameters and `own` are stacked on
-    axis 0, whose logical name is `axis`.
-    """
+    """Returns `cls` scanned `length` times. The module takes (carry, own, position, context). Its
+    parameters and `own` are stacked on axis 0, whose logical name is `axis`."""
     return nn.scan(
         cls,
         length=length,

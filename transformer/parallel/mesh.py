@@ -94,9 +94,7 @@ def make_mesh(config: MeshConfig, devices: list | None = None) -> Mesh:
 
 def arrange(sizes: dict[str, int], across: str, devices: list) -> np.ndarray:
     """Returns the devices as an array of these sizes; neighbors in it are neighbors in the machine.
-
-    With several TPU slices, the outer part of axis `across` spans the slices.
-    """
+    With several TPU slices, the outer part of axis `across` spans the slices."""
     is_tpu, split = devices[0].platform == "tpu", {"allow_split_physical_axes": True}
     slices = len({getattr(device, "slice_index", 0) for device in devices}) if is_tpu else 1
     if slices == 1:

@@ -45,10 +45,8 @@ DAY = 24 * 3600
 
 
 def start_processes() -> bool:
-    """Connects this process to the others, before JAX's first computation.
-
-    Returns False if no processes are configured. Raises TemporaryError with the missing processes.
-    """
+    """Connects this process to the others, before JAX's first computation. Returns False if no
+    processes are configured. Raises TemporaryError with the missing processes."""
     if jax.distributed.is_initialized():
         return True
     if (settings := _from_variables() or _from_cluster()) is None:
@@ -99,11 +97,9 @@ def _broadcast(connections: dict[int, socket.socket], message: bytes) -> None:
 
 
 def _leave(connections: dict[int, socket.socket]) -> None:
-    """Sends a goodbye, or ends this process at once if an exception ended the interpreter.
-
-    Other processes notice the abrupt exit. Python has printed that exception, and keeps it in
-    sys.last_value. An interactive Python keeps every exception there.
-    """
+    """Sends a goodbye, or ends this process at once if an exception ended the interpreter. Other
+    processes notice the abrupt exit. Python has printed that exception, and keeps it in
+    sys.last_value. An interactive Python keeps every exception there."""
     if hasattr(sys, "last_value") and not hasattr(sys, "ps1"):
         flush()
         os._exit(130 if isinstance(sys.last_value, KeyboardInterrupt) else 1)
@@ -182,11 +178,9 @@ def _from_cluster() -> tuple[str, int, int, list[int] | None] | None:
 
 
 def _connect(coordinator: str, count: int, index: int, wait: float) -> dict[int, socket.socket]:
-    """Connects all processes, and returns the connections once all have arrived.
-
-    Every process connects to process 0, one port above the coordinator's. JAX's own service would
-    abort without naming the missing processes.
-    """
+    """Connects all processes, and returns the connections once all have arrived. Every process
+    connects to process 0, one port above the coordinator's. JAX's own service would abort without
+    naming the missing processes."""
     host, _, port = coordinator.rpartition(":")
     deadline = time.monotonic() + wait
     if index:
@@ -274,10 +268,8 @@ def is_first() -> bool:
 
 
 def barrier(name: str, wait: float = DAY) -> None:
-    """Waits until all processes have reached the barrier `name`.
-
-    Raises TemporaryError with late processes after `wait` s, or at once if one is unreachable.
-    """
+    """Waits until all processes have reached the barrier `name`. Raises TemporaryError with late
+    processes after `wait` s, or at once if one is unreachable."""
     if jax.process_count() == 1:
         return
     deadline = time.monotonic() + wait

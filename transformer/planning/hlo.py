@@ -195,11 +195,9 @@ _FORWARDS = {"tuple", "while", "get-tuple-element", "bitcast", "conditional", "c
 
 
 def kept(program: HloProgram) -> float:
-    """Returns the bytes in HBM that the forward pass keeps for the backward pass.
-
-    These arrays are computed before the transposed part of differentiation and read in it. With
-    micro-batches, both passes are in the body of one loop.
-    """
+    """Returns the bytes in HBM that the forward pass keeps for the backward pass. These arrays are
+    computed before the transposed part of differentiation and read in it. With micro-batches, both
+    passes are in the body of one loop."""
 
     def bytes_kept(computation: Computation) -> float:
         passes = {"transpose(" in op.source for op in computation.values() if "jvp(" in op.source}
@@ -232,10 +230,8 @@ def _origins(name: str, computation: Computation, program: HloProgram, sizes: di
 
 
 def _element(op: Instruction, computation: Computation, program: HloProgram, sizes: dict) -> None:
-    """Adds to `sizes` the array that is an element of a tuple.
-
-    That is what a loop computed or, if its body returns the element unchanged, its argument.
-    """
+    """Adds to `sizes` the array that is an element of a tuple. That is what a loop computed or, if
+    its body returns the element unchanged, its argument."""
     producer, index = computation[op.operands[0]], op.index
     if producer.opcode == "tuple":
         _origins(producer.operands[index], computation, program, sizes)

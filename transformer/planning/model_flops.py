@@ -36,11 +36,9 @@ def model_flops(config: Experiment, batch: dict, params) -> float:
 
 
 def allowed_share(scope: str, block: int = 1) -> float:
-    """Returns the share of pairs of queries and keys that the mask of a product can allow.
-
-    `scope` is the product's path of name scopes. Outside `masks.pairs`, the share is 1. With
-    `block` > 1, counts pairs of blocks of tokens between which the mask can allow anything.
-    """
+    """Returns the share of pairs of queries and keys that the mask of a product can allow. `scope`
+    is the product's path of name scopes. Outside `masks.pairs`, the share is 1. With `block` > 1,
+    counts pairs of blocks of tokens between which the mask can allow anything."""
     queries, keys, causal, window = mask_of(scope)
     if not causal and not window:
         return 1.0

@@ -64,10 +64,8 @@ class Plan:
         return self.topology.chip.hbm / self.topology.chip.devices
 
     def fits_in(self, part: Part) -> bool:
-        """Returns whether a device has room for a program.
-
-        Temporaries count on TPUs only. Others are of another compiler than the machine's.
-        """
+        """Returns whether a device has room for a program. Temporaries count on TPUs only. Others
+        are of another compiler than the machine's."""
         held = sum(part.memory.values())
         if not self.topology.is_tpu:
             held -= part.memory.get("temporaries", 0)
@@ -84,10 +82,8 @@ class Plan:
 
     @property
     def mfu(self) -> float | None:
-        """The largest possible model FLOPs utilization (Chowdhery et al. 2022).
-
-        That is the model's FLOPs, relative to those that the chips could compute in a step's time.
-        """
+        """The largest possible model FLOPs utilization (Chowdhery et al. 2022). That is the model's
+        FLOPs, relative to those that the chips could compute in a step's time."""
         chips, flops = self.topology.chips, self.topology.chip.flops
         return self.step and self.model_flops / (self.step * chips * flops)
 
@@ -150,10 +146,8 @@ def make_plan(
     report: Callable[[str], None] = lambda line: None,
 ) -> Plan:
     """Compiles the programs in `only` and returns their plan. `report` receives lines of progress.
-
     `kernels` are attention kernels whose cycles bound their time (cycles.py). Raises UserError for
-    an experiment that cannot be laid out on the machine.
-    """
+    an experiment that cannot be laid out on the machine."""
     programs = Programs(config, devices)
     mesh_devices, parts = list(programs.mesh.devices.flat), {}
     names = [name for name in programs.names if name in only]

@@ -60,10 +60,8 @@ class Compiled:
 
 
 def start(topology: Topology) -> list:
-    """Returns the devices of a machine that you do not have.
-
-    Call it before JAX's first computation. Raises UserError without libtpu or such a topology.
-    """
+    """Returns the devices of a machine that you do not have. Call it before JAX's first
+    computation. Raises UserError without libtpu or such a topology."""
     jax.config.update("jax_platforms", "cpu")
     if not topology.is_tpu:
         with contextlib.suppress(RuntimeError):  # JAX has started: its devices are fixed

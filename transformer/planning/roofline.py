@@ -52,10 +52,8 @@ def roofline(
     devices: list,
     kernel: Callable[[Instruction], KernelWork] = lambda op: KernelWork(),
 ) -> Roofline:
-    """Returns the roofline of a program on devices in the order of the mesh.
-
-    `kernel` returns the work of a call that the HLO text does not contain.
-    """
+    """Returns the roofline of a program on devices in the order of the mesh. `kernel` returns the
+    work of a call that the HLO text does not contain."""
     chip, share = topology.chip, topology.chip.devices
     kernels = [(kernel(op), n) for op, _, n, _ in program.runs if op.opcode == "custom-call"]
     computed = flops(program) + sum(times * call.flops for call, times in kernels)

@@ -34,11 +34,9 @@ def search(
     report: Callable[[str], None],
     price: float | None = None,
 ) -> list[Plan]:
-    """Compiles up to `max_plans` layouts, and returns their plans.
-
-    Plans that fit come first, by the time of a step. `report` receives lines of progress. Raises
-    UserError if no layout could be tried.
-    """
+    """Compiles up to `max_plans` layouts, and returns their plans. Plans that fit come first, by
+    the time of a step. `report` receives lines of progress. Raises UserError if no layout could be
+    tried."""
     plans: list[Plan] = []
     reasons = collections.Counter()
     size = sum(x.size for x in jax.tree.leaves(abstract_params(config.model)))
@@ -146,11 +144,9 @@ def _kept_bytes(config: Experiment, mesh: dict[str, int]) -> float:
 
 
 def _sent_bytes(config: Experiment, size: float, mesh: dict[str, int]) -> float:
-    """Returns about the bytes that a device sends in a step.
-
-    Parameters are gathered twice and gradients scattered (fsdp), or gradients are summed (data).
-    The residual stream between sublayers is gathered and scattered, forward and backward (tensor).
-    """
+    """Returns about the bytes that a device sends in a step. Parameters are gathered twice and
+    gradients scattered (fsdp), or gradients are summed (data). The residual stream between
+    sublayers is gathered and scattered, forward and backward (tensor)."""
     size, model = size * 2 / (mesh["tensor"] * mesh["stage"] * mesh["expert"]), config.model
     summed = 2 * size / mesh["fsdp"] * (1 - 1 / mesh["data"])
     parameters = 3 * size * (1 - 1 / mesh["fsdp"]) + summed

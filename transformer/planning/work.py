@@ -135,10 +135,8 @@ def _flops(op: Instruction, computation: Computation) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """A collective: its kind and size, the groups that communicate, and how often it runs.
-
-    `bytes` is the size of a device's operand, or of its result for an all-gather.
-    """
+    """A collective: its kind and size, the groups that communicate, and how often it runs. `bytes`
+    is the size of a device's operand, or of its result for an all-gather."""
 
     kind: str
     bytes: float
@@ -225,10 +223,8 @@ class KernelWork:
 
 
 def kernel(op: Instruction, model: ModelConfig, known: Sequence[KernelCycles] = ()) -> KernelWork:
-    """Returns the work of an instruction that calls a kernel, and no work for any other.
-
-    `known` are the kernels whose cycles were counted (cycles.py).
-    """
+    """Returns the work of an instruction that calls a kernel, and no work for any other. `known`
+    are the kernels whose cycles were counted (cycles.py)."""
     if match := re.match(r"flash_(forward|backward)", op.name):
         key = match.group(), tuple(_operands(op)), len(op.arrays)
         cycles = [x.cycles for x in known if key == (x.name, x.operands, x.results)]
@@ -239,11 +235,9 @@ def kernel(op: Instruction, model: ModelConfig, known: Sequence[KernelCycles] = 
 
 
 def _attention(part: str, op: Instruction) -> KernelWork:
-    """Returns the work of flash attention over the tiles that the mask can allow.
-
-    The forward pass computes 2 products over queries and keys, and the backward pass 5. Those with
-    a position scheme's tables are not counted.
-    """
+    """Returns the work of flash attention over the tiles that the mask can allow. The forward pass
+    computes 2 products over queries and keys, and the backward pass 5. Those with a position
+    scheme's tables are not counted."""
     arrays = [dims for _, dims in _operands(op) if len(dims) > 2]
     (*heads, queries, size), (*_, keys, _), (*_, d_value) = arrays[:3]
     share = allowed_share(op.source, tile_size(queries))
@@ -254,11 +248,9 @@ def _attention(part: str, op: Instruction) -> KernelWork:
 
 
 def _grouped(part: str, op: Instruction, model: ModelConfig) -> KernelWork:
-    """Returns the work of a grouped product (`gmm`) or of its gradient by the matrices (`tgmm`).
-
-    A grouped product multiplies rows by their experts' matrices. A device computes only the rows of
-    its experts. The count assumes that the router is balanced.
-    """
+    """Returns the work of a grouped product (`gmm`) or of its gradient by the matrices (`tgmm`). A
+    grouped product multiplies rows by their experts' matrices. A device computes only the rows of
+    its experts. The count assumes that the router is balanced."""
     (size, (rows, inner)), (_, second) = _operands(op)[:2]
     result = op.arrays[0].dims
     matrices, products = (second, result) if part == "gmm" else (result, second)

@@ -65,10 +65,8 @@ class Checkpoints:
         return sorted(self._manager.all_steps())
 
     def save(self, state: TrainState, step: int, loop: dict, layout: dict) -> None:
-        """Starts an asynchronous save. Raises the error of an earlier save that failed.
-
-        `loop` is the state of the training loop, `layout` that of the model's layers, both as JSON.
-        """
+        """Starts an asynchronous save. Raises the error of an earlier save that failed. `loop` is
+        the state of the training loop, `layout` that of the model's layers, both as JSON."""
         items = _items(state)
         shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
         self._abstract = jax.tree.map(shape, items)
@@ -89,10 +87,8 @@ class Checkpoints:
         self._manager.save(step, args=args, force=True)
 
     def close(self, *, prune: bool = True) -> None:
-        """Waits for the last save and raises its error if it failed.
-
-        Set `prune=False` if the run ends with an error: another process may have taken it over.
-        """
+        """Waits for the last save and raises its error if it failed. Set `prune=False` if the run
+        ends with an error: another process may have taken it over."""
         with disk_errors(self.folder):
             self._finish()
             if prune:
@@ -104,11 +100,9 @@ class Checkpoints:
         self._manager.check_for_errors()
 
     def newest_intact(self, read: Callable[[int], T]) -> T:
-        """Returns `read(step)` for the newest checkpoint that is not damaged.
-
-        Newer, damaged checkpoints are moved to `damaged/` beside this folder. Raises Damaged if no
-        checkpoint is intact, or at once with `train.strict_checkpoints`.
-        """
+        """Returns `read(step)` for the newest checkpoint that is not damaged. Newer, damaged
+        checkpoints are moved to `damaged/` beside this folder. Raises Damaged if no checkpoint is
+        intact, or at once with `train.strict_checkpoints`."""
         damaged: dict[int, Damaged] = {}
         for step in reversed(self.steps):
             try:
@@ -140,11 +134,9 @@ class Checkpoints:
         return TrainState(params=items["params"], ema=items.get("ema"), **items["rest"]), record
 
     def evaluation_params(self, abstract_params):
-        """Returns the parameters that an evaluation of the run uses, as the config sets them.
-
-        They are the moving average (`train.ema_decay`), or else the mean of the last
-        `train.average_checkpoints` checkpoints.
-        """
+        """Returns the parameters that an evaluation of the run uses, as the config sets them. They
+        are the moving average (`train.ema_decay`), or else the mean of the last
+        `train.average_checkpoints` checkpoints."""
         ema = self._config.ema_decay > 0
         item, mean_of = ("ema", 1) if ema else ("params", self._config.average_checkpoints)
         total, steps = None, self.steps[-max(mean_of, 1) :]
@@ -293,10 +285,8 @@ def _parts(items: Mapping[str, Any], limit: int) -> Iterator[dict[str, Any]]:
 
 
 def _returning_failures(restore: Callable) -> Callable:
-    """Wraps `restore` so that it returns its error instead of raising it.
-
-    Orbax's processes wait for each other afterwards. One that raised would never arrive.
-    """
+    """Wraps `restore` so that it returns its error instead of raising it. Orbax's processes wait
+    for each other afterwards. One that raised would never arrive."""
 
     @functools.wraps(restore)
     def guarded(*args, **kwargs):

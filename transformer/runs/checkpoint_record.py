@@ -74,10 +74,8 @@ class Record:
         return cls(**content)
 
     def check_same_model(self, where: str, abstract: Mapping[str, Any]) -> None:
-        """Raises UserError unless these items match the checkpoint in names, dtypes and shapes.
-
-        The error lists the first arrays that differ. Placeholders (`...`) are skipped.
-        """
+        """Raises UserError unless these items match the checkpoint in names, dtypes and shapes. The
+        error lists the first arrays that differ. Placeholders (`...`) are skipped."""
         mismatches = []
         for item, tree in abstract.items():
             expected = _kinds(tree)

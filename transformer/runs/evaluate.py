@@ -71,9 +71,7 @@ def load_trained(
     workdir: str | os.PathLike, config: Experiment, mesh: Mesh, option: str = "workdir"
 ) -> LoadedRun:
     """Loads the parameters of a run's last checkpoint or, if the config says so, an average.
-
-    `option` precedes errors: the setting that names the run.
-    """
+    `option` precedes errors: the setting that names the run."""
     workdir, train = Path(workdir), config.train
     checkpoints = Checkpoints(workdir, train) if (workdir / "checkpoints").exists() else None
     if not checkpoints or not checkpoints.steps:

@@ -83,9 +83,7 @@ def _with_special_tokens(model: ModelConfig, tokenizer: Tokenizer) -> ModelConfi
 
 def _tokenizer_config(hf_config: Mapping, model: ModelConfig, source_begins) -> TokenizerConfig:
     """Returns the special tokens that config.json sets; -1 where the tokenizer's own token is used.
-
-    Of several end tokens, the tokenizer writes the first. It also pads if there is no padding.
-    """
+    Of several end tokens, the tokenizer writes the first. It also pads if there is no padding."""
     first_id = lambda ids: next(iter(as_tuple(ids)), -1)
     pad, bos, eos = first_id(model.pad_id), first_id(model.bos_id), first_id(model.eos_id)
     if model.family == "encoder":

@@ -37,10 +37,8 @@ def check_stages(model: ModelConfig, mesh: Mesh) -> None:
 
 
 def check_divisibility(config: Experiment, mesh: Mesh) -> None:
-    """Raises UserError if sequences cannot be divided over the mesh.
-
-    In each bucket, batches divide over devices and micro-batches, sequences over devices.
-    """
+    """Raises UserError if sequences cannot be divided over the mesh. In each bucket, batches divide
+    over devices and micro-batches, sequences over devices."""
     check_stages(config.model, mesh)
     stages, context, model = mesh.shape["stage"], mesh.shape["context"], config.model
     specs = [entry.get("mixer", model.mixer) for entry in model.used_pattern]
@@ -72,10 +70,8 @@ def check_divisibility(config: Experiment, mesh: Mesh) -> None:
 
 
 def check_training(config: Experiment, share: Share) -> None:
-    """Raises UserError for rounds without stages, or if a batch exceeds this host's memory.
-
-    Other commands have no such batch, and read a trained run in its own layout.
-    """
+    """Raises UserError for rounds without stages, or if a batch exceeds this host's memory. Other
+    commands have no such batch, and read a trained run in its own layout."""
     data, rounds = config.data, config.model.pipeline_rounds
     if rounds > 1 and share.mesh.shape["stage"] == 1:
         way_out = "set mesh.stage > 1, or leave this at 1"

@@ -85,9 +85,7 @@ def _source(directory: Path, mesh: Mesh) -> tuple[Mapping, Callable[[str], jax.A
 
 def _with_encoder(wanted: Mapping, shapes: Mapping, fetch: Callable):
     """Returns `shapes` and `fetch` of a decoder with the parameters that an encoder-decoder adds.
-
-    Those of the encoder are the decoder's, and those of cross-attention are self-attention's.
-    """
+    Those of the encoder are the decoder's, and those of cross-attention are self-attention's."""
 
     def origin(name: str) -> str:
         ours = re.sub("^encoder/", "decoder/", name).replace("cross_attention", "self_attention")
@@ -137,11 +135,9 @@ def _match(train: TrainConfig, targets: Mapping, sources: Mapping) -> set[str]:
 
 
 def _fit(train: TrainConfig, name: str, x: jax.Array, initial: jax.Array) -> jax.Array:
-    """Returns `x`, adapted to the shape of `initial`.
-
-    Key/value heads become the means of groups of consecutive heads, whose query heads read them.
-    `train.init_positions` interpolates a position table, or overwrites the first rows of `initial`.
-    """
+    """Returns `x`, adapted to the shape of `initial`. Key/value heads become the means of groups of
+    consecutive heads, whose query heads read them. `train.init_positions` interpolates a position
+    table, or overwrites the first rows of `initial`."""
     if x.shape == initial.shape:
         return x
     if _is_kv(name):

@@ -20,11 +20,9 @@ from transformer.runs.run import begin
 
 
 def train(config: Experiment, workdir: str | os.PathLike, verbose: bool = False) -> int:
-    """Trains in `workdir`, or continues an interrupted run of the same experiment.
-
-    With `verbose`, more details are printed before the first step. Returns the number of completed
-    steps. It is less than `train.steps` after SIGTERM or Ctrl-C; another call continues from there.
-    """
+    """Trains in `workdir`, or continues an interrupted run of the same experiment. With `verbose`,
+    more details are printed before the first step. Returns the number of completed steps. It is
+    less than `train.steps` after SIGTERM or Ctrl-C; another call continues from there."""
     workdir = Path(workdir)
     on_mesh = lambda: use(start(config.platform, config.mesh))
     with disk_errors(workdir), on_mesh() as mesh, rundir.locked([workdir]):
@@ -62,10 +60,8 @@ One after a run's last step does not affect it. Check this list before starting 
 
 @contextlib.contextmanager
 def stop_signals() -> Iterator[Callable[[int], bool]]:
-    """Yields a function step -> whether to stop after SIGTERM (preemption) or Ctrl-C.
-
-    All processes stop at one step, whichever received the signal. A second Ctrl-C is instant.
-    """
+    """Yields a function step -> whether to stop after SIGTERM (preemption) or Ctrl-C. All processes
+    stop at one step, whichever received the signal. A second Ctrl-C is instant."""
     if threading.current_thread() is not threading.main_thread():
         yield lambda step: False
         return
@@ -82,9 +78,7 @@ def stop_signals() -> Iterator[Callable[[int], bool]]:
 @contextlib.contextmanager
 def recorded(signals: Iterable[int], act: Callable = lambda number: None) -> Iterator[list[int]]:
     """Yields the list of these signals that the process has received while the context is open.
-
-    Calls `act` on each. A second Ctrl-C raises KeyboardInterrupt.
-    """
+    Calls `act` on each. A second Ctrl-C raises KeyboardInterrupt."""
     received: list[int] = []
 
     def on_signal(number, frame):

@@ -21,11 +21,9 @@ from transformer.output import elapsed, human_time, human_tokens
 
 
 class MetricsLog:
-    """The log `metrics.jsonl`, with one flat JSON object per line, `step` first.
-
-    On resuming at step n, lines after step n are removed. If there are several processes, only one
-    `writes`. The others read the existing lines and write nothing.
-    """
+    """The log `metrics.jsonl`, with one flat JSON object per line, `step` first. On resuming at
+    step n, lines after step n are removed. If there are several processes, only one `writes`. The
+    others read the existing lines and write nothing."""
 
     def __init__(self, workdir: Path, resume_step: int, *, writes=True, tensorboard, wandb, config):
         self._path, self._writes = workdir / "metrics.jsonl", writes
@@ -235,9 +233,7 @@ class Recorder:
     @contextlib.contextmanager
     def untimed(self) -> Iterator[None]:
         """Excludes the time of its body from the measured training time. Nested uses count once.
-
-        For evaluations and checkpoints of this run, or of one trained together with it.
-        """
+        For evaluations and checkpoints of this run, or of one trained together with it."""
         self.flush()
         start, was_aside, self._aside = time.perf_counter(), self._aside, True
         yield

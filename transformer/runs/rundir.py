@@ -78,10 +78,8 @@ def check(workdir: Path, config: Experiment) -> None:
 
 @contextlib.contextmanager
 def locked(workdirs: Sequence[Path]) -> Iterator[None]:
-    """Ensures that no other process, which UserError names, trains in these directories.
-
-    All processes of a run must enter together. A directory that stays empty is removed.
-    """
+    """Ensures that no other process, which UserError names, trains in these directories. All
+    processes of a run must enter together. A directory that stays empty is removed."""
     for workdir in workdirs:
         check_folder(workdir)
     with contextlib.ExitStack() as claims:

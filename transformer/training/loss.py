@@ -124,9 +124,7 @@ def cross_entropy(
     h_BxTxD, head: Head, targets_BxT, weights_BxT, smoothing=0.0, z_loss=0.0, chunks: int = 1
 ) -> Sums:
     """Computes the loss's sums over a batch, with T split into `chunks` chunks on each device.
-
-    Differentiable with respect to `h_BxTxD` and `head`, through `Sums.loss` only.
-    """
+    Differentiable with respect to `h_BxTxD` and `head`, through `Sums.loss` only."""
 
     def local_sums(h, head, targets, weights):
         sums_of = lambda h, *targets: _chunk(h, head, *targets, smoothing, z_loss)[0]
@@ -166,11 +164,9 @@ cross_entropy.defvjp(_forward, _backward)
 
 
 def _on_each_device(work, chunks: int, h_BxTxD, head: Head, targets_BxT, weights_BxT):
-    """Runs `work`, which returns (sums, gradient of h, gradient of the head).
-
-    With several chunks on several devices, each device processes its own tokens. The head's
-    gradient is then summed over devices once, after the last chunk, rather than once per chunk.
-    """
+    """Runs `work`, which returns (sums, gradient of h, gradient of the head). With several chunks
+    on several devices, each device processes its own tokens. The head's gradient is then summed
+    over devices once, after the last chunk, rather than once per chunk."""
     batch_axes, length = fitting("batch", h_BxTxD.shape[0]), fitting("length", h_BxTxD.shape[1])
     axes = (*batch_axes, *length)
     if chunks == 1 or not axes:

@@ -63,9 +63,7 @@ def relayout(
     state: TrainState, old: ModelConfig, new: ModelConfig, abstract: TrainState
 ) -> TrainState:
     """Converts a state from the layout of `old` to that of `new`, with the shardings of `abstract`.
-
-    Raises UserError for an optimizer statistic that cannot be converted.
-    """
+    Raises UserError for an optimizer statistic that cannot be converted."""
     place = where(old, flatten(state.params))
 
     def converted(leaves):

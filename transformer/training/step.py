@@ -36,10 +36,8 @@ _OPTIONS = {
 
 @struct.dataclass
 class ModelOutputs:
-    """The model's outputs on a batch, as inputs of the losses.
-
-    Hidden state and head are None without token targets, label logits without label targets.
-    """
+    """The model's outputs on a batch, as inputs of the losses. Hidden state and head are None
+    without token targets, label logits without label targets."""
 
     hidden_BxTxE: jax.Array | None
     head: Head | None
@@ -103,11 +101,9 @@ def run_model(
 
 
 def order_of(config: ModelConfig, mesh: Mesh) -> str:
-    """Returns the order of a decoder's positions: "zigzag", or "contiguous" (unchanged).
-
-    Zigzag order gives all devices the same work under a causal mask. It is used where the mesh
-    shards sequences and the position schemes' scores depend on the query and the key alone.
-    """
+    """Returns the order of a decoder's positions: "zigzag", or "contiguous" (unchanged). Zigzag
+    order gives all devices the same work under a causal mask. It is used where the mesh shards
+    sequences and the position schemes' scores depend on the query and the key alone."""
     decodes = "decoder" in config.sides and not config.num_labels
     in_order = any(mixer.in_order for mixer in config.mixers_of())
     if mesh.shape["context"] == 1 or not decodes or in_order:
@@ -131,11 +127,9 @@ def arrange(batch: dict, order: str, mesh: Mesh) -> dict:
 def batch_sums(
     model: nn.Module, params, batch: dict, config: TrainTask, mesh: Mesh, dropout_key=None, **extra
 ) -> dict[str, Loss]:
-    """Computes the objective's losses of one batch, whose fields are those of `data.batching`.
-
-    In training (with a `dropout_key`), the result also contains the routers' auxiliary losses.
-    `extra`: `dropout_rate`, `smoothing` and `z_loss` of `run_model`.
-    """
+    """Computes the objective's losses of one batch, whose fields are those of `data.batching`. In
+    training (with a `dropout_key`), the result also contains the routers' auxiliary losses.
+    `extra`: `dropout_rate`, `smoothing` and `z_loss` of `run_model`."""
     extra |= {"dropout_key": dropout_key, "watch": ("losses",) if dropout_key is not None else ()}
     outputs, batch, sown = run_model(model, params, batch, config, mesh, **extra)
     sums = config.objective.losses(outputs, batch)
@@ -243,11 +237,9 @@ def main_loss_name(sums: dict[str, Loss]) -> str:
 
 
 def means(sums: dict[str, Loss]) -> dict:
-    """Returns the mean of each metric.
-
-    The main loss yields `loss` and, if it is a cross-entropy, `accuracy`. A label loss beside it
-    yields `labels_loss` and `labels_accuracy`. Routers yield `router_balance` and so on.
-    """
+    """Returns the mean of each metric. The main loss yields `loss` and, if it is a cross-entropy,
+    `accuracy`. A label loss beside it yields `labels_loss` and `labels_accuracy`. Routers yield
+    `router_balance` and so on."""
     main = main_loss_name(sums)
     return {
         ("" if name == main else f"{name}_") + metric: x

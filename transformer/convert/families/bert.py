@@ -31,9 +31,7 @@ _FIELDS = {
 
 class _Kind(NamedTuple):
     """A model type as its differences from BERT, whose names of tensors and fields the code uses.
-
-    `tensors` maps parts of the names of tensors to their replacements, which are made in turn.
-    """
+    `tensors` maps parts of the names of tensors to their replacements, which are made in turn."""
 
     title: str = "Bert"  # the names of classes begin with it
     changes: Mapping[str, Any] = {}  # fields with another default

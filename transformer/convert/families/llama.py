@@ -125,9 +125,7 @@ def used_window(f: Fields) -> int:
 
 def windows(f: Fields, is_local: list[bool]) -> list[int]:
     """Returns the window of each layer: `used_window`, or 0 (none) where `is_local` is False.
-
-    `layer_types`, if present, takes the place of `is_local`.
-    """
+    `layer_types`, if present, takes the place of `is_local`."""
     size = used_window(f)
     if kinds := layer_kinds(f, len(is_local)):
         is_local = [kind == "sliding_attention" for kind in kinds]

@@ -157,10 +157,8 @@ class Objective:
         return losses
 
     def weights(self, batch: Batch) -> dict[str, jax.Array]:
-        """The weight in the global batch, float32[], by which each of `losses` is divided.
-
-        It depends on the batch alone, so losses of micro-batches are divided by the whole batch's.
-        """
+        """The weight in the global batch, float32[], by which each of `losses` is divided. It
+        depends on the batch alone, so losses of micro-batches are divided by the whole batch's."""
         fields = {"tokens": "weights", "labels": "label_weights"}
         return {name: jnp.sum(batch[fields[name]]) for name in self.predicts}
 
@@ -213,10 +211,8 @@ def shifted(start: int, targets: np.ndarray) -> np.ndarray:
 
 
 def given(model: ModelConfig, start: int, source: np.ndarray, targets: np.ndarray) -> Segment:
-    """A segment in which the model reads `source` and predicts `targets`.
-
-    A decoder-only model reads `start`, `source` and `targets` in one sequence.
-    """
+    """A segment in which the model reads `source` and predicts `targets`. A decoder-only model
+    reads `start`, `source` and `targets` in one sequence."""
     if model.is_encoder_decoder:
         return Segment(shifted(start, targets), targets, source)
     both = np.concatenate([source, targets]).astype(np.int32)

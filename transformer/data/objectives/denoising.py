@@ -74,10 +74,8 @@ class _Denoising(Objective):
         return self.reserved if self._brought(tokenizer) is None else self.modes
 
     def first_sentinel(self, tokenizer) -> int:
-        """The id of the first sentinel; the ids of the others count down from it.
-
-        If the tokenizer lacks sentinels, it is the highest reserved id, above the mode tokens.
-        """
+        """The id of the first sentinel; the ids of the others count down from it. If the tokenizer
+        lacks sentinels, it is the highest reserved id, above the mode tokens."""
         first = self._brought(tokenizer)
         return tokenizer.vocab_size + self.reserved - 1 if first is None else first
 

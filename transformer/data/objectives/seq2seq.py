@@ -30,10 +30,8 @@ class Seq2Seq(Objective):
 
 
 class _Pairs:
-    """Pairs in sequences: an encoder's and a decoder's, or one of a decoder-only model.
-
-    The lists `sizes` (of pairs) and `rooms` (of a sequence) are [source, target] or [both].
-    """
+    """Pairs in sequences: an encoder's and a decoder's, or one of a decoder-only model. The lists
+    `sizes` (of pairs) and `rooms` (of a sequence) are [source, target] or [both]."""
 
     def __init__(self, store, part: str, task):
         data, self._model = task.data, task.model

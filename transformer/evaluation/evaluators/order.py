@@ -21,10 +21,8 @@ class Order(OneBatch):
 
     def measure(self, subject: Subject, snapshot: Snapshot) -> Metrics:
         """Yields order/kl: sum of p log(p / q) at the last position, in nats, mean over sequences.
-
         p is the prediction for the original sequence, q that after a permutation of the tokens
-        before the last. Each sequence is read as one document.
-        """
+        before the last. Each sequence is read as one document."""
 
         def last_log_probs(params, batch):
             (h_BxTxE, head), _, batch = subject.watch(params, batch)

@@ -100,10 +100,8 @@ class LossByPosition(Evaluator):
         return None if task.objective.predicts_tokens else NEEDS_TOKENS
 
     def measure(self, subject: Subject, snapshot: Snapshot) -> Metrics:
-        """Yields loss_by_position/POSITION: nats per token from here to the next POSITION.
-
-        Where several documents share a sequence, positions count within the document.
-        """
+        """Yields loss_by_position/POSITION: nats per token from here to the next POSITION. Where
+        several documents share a sequence, positions count within the document."""
         data = subject.config.data
         length = data.decoder_length if subject.config.model.is_encoder_decoder else data.length
         edges = np.linspace(0, length, self.parts + 1).astype(int)

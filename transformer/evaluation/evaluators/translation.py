@@ -26,10 +26,8 @@ Scores = tuple[dict[str, float], dict[str, str]]
 
 
 def score(hypotheses: Sequence[str], references: Sequence[Sequence[str]]) -> Scores:
-    """Returns `bleu` and `chrf`, both from 0 to 100, and their signatures.
-
-    `bleu_one_reference` and `chrf_one_reference` use the first reference alone.
-    """
+    """Returns `bleu` and `chrf`, both from 0 to 100, and their signatures. `bleu_one_reference` and
+    `chrf_one_reference` use the first reference alone."""
     all_references = list(itertools.zip_longest(*references))
     first_references = [[refs[0] for refs in references]]
     scores, signatures = {}, {}
@@ -107,11 +105,9 @@ class BleuByLength(_OfPairs):
         at_least("train.evaluators", self, 1, "words")
 
     def measure(self, subject: Subject, snapshot: Snapshot) -> Metrics:
-        """Yields bleu_by_length/WORDS: BLEU by the length of the source.
-
-        Each group has the sources with WORDS to WORDS + `words` - 1 whitespace-separated words.
-        Groups with fewer than ten sources are omitted.
-        """
+        """Yields bleu_by_length/WORDS: BLEU by the length of the source. Each group has the sources
+        with WORDS to WORDS + `words` - 1 whitespace-separated words. Groups with fewer than ten
+        sources are omitted."""
         if snapshot.translations is None:
             return
         group_of = lambda translation: max(len(translation[0].split()) - 1, 0) // self.words

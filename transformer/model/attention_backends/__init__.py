@@ -18,11 +18,8 @@ __all__ = ["BACKENDS", "Backend", "Inputs", "choose", "reference"]
 
 @dataclasses.dataclass(frozen=True)
 class Backend:
-    """One implementation of inner attention.
-
-    `why_not(q, k, v, inputs)` returns why the backend does not support these inputs, in a few
-    words, or None if it does.
-    """
+    """One implementation of inner attention. `why_not(q, k, v, inputs)` returns why the backend
+    does not support these inputs, in a few words, or None if it does."""
 
     attend: Attend
     why_not: Callable[..., str | None] = lambda q, k, v, inputs: None
@@ -74,10 +71,8 @@ _LISTENERS: list[dict[str, str]] = []
 
 @contextlib.contextmanager
 def record() -> Iterator[dict[str, str]]:
-    """Records the backends of all programs that are traced in this context.
-
-    Yields a dictionary: name of a chosen backend -> why preferred backends were not used, or "".
-    """
+    """Records the backends of all programs that are traced in this context. Yields a dictionary:
+    name of a chosen backend -> why preferred backends were not used, or ""."""
     chosen: dict[str, str] = {}
     _LISTENERS.append(chosen)
     try:

@@ -101,11 +101,9 @@ def by_head(x_BxTxNxH: jax.Array) -> jax.Array:
 
 
 def logits(q_BxTxNxH, k_BxSxKxH, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
-    """Returns the logits, float32[B, N, T, S], and the mask, bool[B, T, S].
-
-    The logits are scale q k^T, or scale v . tanh(q + k) with additive scores, with the position
-    scheme applied, and soft-capped if there is a cap.
-    """
+    """Returns the logits, float32[B, N, T, S], and the mask, bool[B, T, S]. The logits are scale q
+    k^T, or scale v . tanh(q + k) with additive scores, with the position scheme applied, and
+    soft-capped if there is a cap."""
     heads, kv_heads = q_BxTxNxH.shape[2], k_BxSxKxH.shape[2]
     q_BxTxKxGxH = q_BxTxNxH.reshape(*q_BxTxNxH.shape[:2], kv_heads, heads // kv_heads, -1)
     with pairs(inputs.mask, inputs.q_tokens, q_BxTxNxH.shape[1], k_BxSxKxH.shape[1]):
@@ -132,10 +130,8 @@ def logits(q_BxTxNxH, k_BxSxKxH, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
 
 
 def read(weights_BxNxTxS, v_BxSxKxH, inputs: Inputs, mask_BxTxS, dtype=None) -> jax.Array:
-    """Returns weights v, [B, T, N, H] of `dtype`, with dropout and the position scheme applied.
-
-    The result is linear in the weights.
-    """
+    """Returns weights v, [B, T, N, H] of `dtype`, with dropout and the position scheme applied. The
+    result is linear in the weights."""
     batch, heads, queries, keys = weights_BxNxTxS.shape
     kv_heads = v_BxSxKxH.shape[2]
     if inputs.dropout_key is not None:

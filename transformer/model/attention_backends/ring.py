@@ -41,10 +41,8 @@ def why_not(q, k, v, inputs: Inputs) -> str | None:
 
 def ring(q_BxTxNxH, k_BxSxKxH, v_BxSxKxH, inputs: Inputs, inner=None) -> jax.Array:
     """Returns what `reference` returns, with T and S sharded over the mesh axis of "length".
-
     `inner` computes a pair of blocks (see blockwise.py). In zigzag order, the dropout mask is that
-    of the tokens in this order.
-    """
+    of the tokens in this order."""
     axis, count = axis_of("length")
     learned, fixed, merge = inputs.replace(position=inputs.logits_position).split()
     lengths = (q_BxTxNxH.shape[1] // count, k_BxSxKxH.shape[1] // count)
@@ -137,10 +135,8 @@ def _pass_on(plan: _Plan, tree):
 
 def _scan_ring(plan: _Plan, inputs: Inputs, carry, process: Callable):
     """Applies `process` to a device's own keys, then to the keys of every other device in turn.
-
     `process(carry, pairs, inputs)` returns the next carry. A carry is (arrays that stay, arrays
-    that travel); the last that travel are the keys' tokens. Returns the final carry.
-    """
+    that travel); the last that travel are the keys' tokens. Returns the final carry."""
     device = jax.lax.axis_index(plan.axis)
 
     def inputs_from(source, k_tokens) -> Inputs:

@@ -26,10 +26,8 @@ class Dense(FeedForward):
 
 
 class MLP(nn.Module):
-    """act(x W_in + b_in) W_out + b_out.
-
-    With `glu`, (act(x W_gate + b_gate) * (x W_in + b_in)) W_out + b_out (Shazeer 2020).
-    """
+    """act(x W_in + b_in) W_out + b_out. With `glu`, (act(x W_gate + b_gate) * (x W_in + b_in))
+    W_out + b_out (Shazeer 2020)."""
 
     config: ModelConfig
     gain: float  # scales the initial W_in, W_gate and W_out

@@ -157,11 +157,9 @@ class Experts(nn.Module):
 
 
 class Matrices(nn.Module):
-    """W_in or W_gate of all experts, or W_out if `outwards`.
-
-    The initializer is applied to each expert's matrix separately. The result is sharded as the
-    parameter is; the dispatch functions gather it.
-    """
+    """W_in or W_gate of all experts, or W_out if `outwards`. The initializer is applied to each
+    expert's matrix separately. The result is sharded as the parameter is; the dispatch functions
+    gather it."""
 
     config: ModelConfig
     outwards: bool
@@ -260,9 +258,7 @@ def _take(x_BxSxD, index_BxT) -> jax.Array:
 
 def dropless(x_BxTxD, experts_BxTxK, weights_BxTxK, real_BxT, matrices, apply, key):
     """The dispatch function without a capacity: sorts pairs by expert and computes group by group.
-
-    All mesh axes are manual (shard_map), so that each device sorts the pairs that it holds.
-    """
+    All mesh axes are manual (shard_map), so that each device sorts the pairs that it holds."""
     names = ("batch", "length", "expert", "embed", "activation_ff")
     sizes = (*x_BxTxD.shape[:2], *matrices["in"].kernel_ExIxO.shape)
     batch, length, expert, embed, ff = map(fitting, names, sizes)

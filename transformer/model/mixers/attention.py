@@ -130,10 +130,8 @@ class Attention(nn.Module):
         return self._heads("value", self.config.kv_heads, self.gain)(x_BxSxD)
 
     def _with_first(self, v_BxTxKxH, context: Context) -> list[jax.Array]:
-        """Returns the values and, with `value_residual`, those of the first layer.
-
-        v <- w_1 v_first + w_2 v in all layers but the first
-        """
+        """Returns the values and, with `value_residual`, those of the first layer. v <- w_1 v_first
+        + w_2 v in all layers but the first"""
         cfg = self.config
         if not cfg.value_residual:
             return [v_BxTxKxH]
@@ -205,10 +203,8 @@ def merge_heads(module: nn.Module, out_BxTxNxH: jax.Array, bias: bool) -> jax.Ar
 
 class SourceAttention(Attention):
     """softmax(Q K^T / sqrt(d_head)) V W_O, with queries from a stack and K and V from its source.
-
     The queries of sequences that share a source are concatenated into one long sequence, so that
-    the source's keys and values need not be repeated.
-    """
+    the source's keys and values need not be repeated."""
 
     @nn.compact
     def __call__(self, x_BxTxD, context: Context, position, state: Shared | None, deterministic):
@@ -233,11 +229,8 @@ def self_mask(config: ModelConfig, side: str) -> Mask:
 
 
 def scale_of(config: ModelConfig, size: int) -> float:
-    """Returns the scale of products of queries and keys.
-
-    It is 1 / sqrt(size), times sqrt(d_head of the base / d_head), unless the config sets it. For
-    additive scores, it is 1.
-    """
+    """Returns the scale of products of queries and keys. It is 1 / sqrt(size), times sqrt(d_head of
+    the base / d_head), unless the config sets it. For additive scores, it is 1."""
     if config.attention_score == "additive":
         return 1.0
     if config.attention_scale is not None:

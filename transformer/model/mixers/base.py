@@ -94,10 +94,8 @@ class Mixer:
     causal: ClassVar[bool] = False  # whether it is defined for causal decoders alone
 
     def check(self, config: Config, side: str) -> str | None:
-        """Returns why the mixer cannot serve the layers of this stack, in one line, or None.
-
-        `side` is "encoder" or "decoder". The config raises the returned text as an error.
-        """
+        """Returns why the mixer cannot serve the layers of this stack, in one line, or None. `side`
+        is "encoder" or "decoder". The config raises the returned text as an error."""
         return None
 
     def facts(self, config: Config, facts: StackFacts) -> StackFacts:

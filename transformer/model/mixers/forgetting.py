@@ -82,9 +82,7 @@ class ForgettingAttention(Attention):
 
 def bfloat16_parts(x: jax.Array) -> jax.Array:
     """Returns three numbers on a new last axis, each exact in bfloat16, whose sum is x to 24 bits.
-
-    Products in bfloat16 with accumulation in float32 then compute with x as float32.
-    """
+    Products in bfloat16 with accumulation in float32 then compute with x as float32."""
     parts, rest = [], x
     for _ in range(3):
         part = jax.lax.reduce_precision(rest, exponent_bits=8, mantissa_bits=7)

@@ -115,9 +115,7 @@ class GatedDeltaNet(nn.Module):
 
     def _convolved(self, x_BxLxNxF: jax.Array, segments_BxL: jax.Array, length: int):
         """Returns y_t = sum_i w_i x_(t - i), i < `conv`, for each channel separately, [B, T, N, F].
-
-        Tokens of other documents than that of token t count as zero.
-        """
+        Tokens of other documents than that of token t count as zero."""
         cfg, width, total = self.config, self.kind.conv, segments_BxL.shape[1]
         bounds = (-(width**-0.5), width**-0.5)
         init = lambda key, shape, dtype: jax.random.uniform(key, shape, dtype, *bounds)

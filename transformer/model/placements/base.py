@@ -58,10 +58,8 @@ class Site(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """The parts of the residual formula, and settings that depend on them.
-
-    Register a subclass with `@PLACEMENTS.register("name")`. It changes the defaults of the parts.
-    """
+    """The parts of the residual formula, and settings that depend on them. Register a subclass with
+    `@PLACEMENTS.register("name")`. It changes the defaults of the parts."""
 
     in_norm: bool = False  # normalize the input of the sublayer
     res_norm: bool = False  # normalize the output of the sublayer

@@ -150,11 +150,9 @@ class Position:
         return facts.d_head
 
     def distance_bias(self, distance: jax.Array) -> jax.Array | None:
-        """Returns the term of the scaled logits that depends on distance alone, or None.
-
-        `distance` is int32, of any shape: query position minus key position, positive for keys
-        before the query. The result is float32[N, ...], or float32[1, ...] for all heads.
-        """
+        """Returns the term of the scaled logits that depends on distance alone, or None. `distance`
+        is int32, of any shape: query position minus key position, positive for keys before the
+        query. The result is float32[N, ...], or float32[1, ...] for all heads."""
         return None
 
     def bias(self, q_positions_BxT: jax.Array, k_positions_BxS: jax.Array) -> jax.Array | None:
@@ -182,11 +180,9 @@ class Position:
         return out_BxTxNxH
 
     def terms(self, distance_D: jax.Array, scale: float) -> Terms:
-        """Returns all that the scheme adds to attention at these distances.
-
-        A scheme whose `score` and `value` depend on positions only through distance overrides it,
-        so that fused kernels support the scheme. `scale` is that of the products.
-        """
+        """Returns all that the scheme adds to attention at these distances. A scheme whose `score`
+        and `value` depend on positions only through distance overrides it, so that fused kernels
+        support the scheme. `scale` is that of the products."""
         return Terms(scale, self.distance_bias(distance_D))
 
     @property

@@ -116,10 +116,8 @@ class XPos(Position):
         return self.replace(rotary=rotary, q_zeta_CxBxTx1xP=q_zeta, k_zeta_CxBxTx1xP=k_zeta)
 
     def _sin_cos(self, positions_BxT, start_A, angle_P):
-        """Returns the sine and cosine of t times the angles, by the angle addition formulas.
-
-        A phase of 65,536 in float32 would be off by 0.004.
-        """
+        """Returns the sine and cosine of t times the angles, by the angle addition formulas. A
+        phase of 65,536 in float32 would be off by 0.004."""
         row_BxT, offset_BxT = positions_BxT // _ROW, positions_BxT % _ROW
         waves = lambda x, index: (_look_up(np.sin(x), index), _look_up(np.cos(x), index))
         sin_a, cos_a = waves(start_A[:, None] * angle_P, row_BxT)

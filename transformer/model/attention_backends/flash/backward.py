@@ -51,10 +51,8 @@ def backward(
     d_out_BxNxTxV,
     learned: bool,
 ) -> tuple:
-    """Returns the gradients of queries, keys, values and, if `learned`, the terms.
-
-    `delta_BxNxT` is D. The gradients of keys and values are per query head, [B, N, S, ...].
-    """
+    """Returns the gradients of queries, keys, values and, if `learned`, the terms. `delta_BxNxT` is
+    D. The gradients of keys and values are per query head, [B, N, S, ...]."""
     (batch, heads, T, H), (_, kv_heads, S, V) = q_BxNxTxH.shape, v_BxKxSxV.shape
     t, s = settings.q_block, settings.k_block
     terms = prepared(terms, k_BxKxSxH.dtype, reverse=True)

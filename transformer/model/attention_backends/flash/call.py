@@ -74,9 +74,7 @@ class Call:
     @staticmethod
     def of(q_BxTxNxH, k_BxSxKxH, v_BxSxKxV, inputs: Inputs, whole: bool) -> tuple["Call", tuple]:
         """Returns (call, (q, k, v, terms, limits, seed)), padded to whole tiles and by head.
-
-        `whole`: there are no other queries and keys. Otherwise, results are float32.
-        """
+        `whole`: there are no other queries and keys. Otherwise, results are float32."""
         T, S, N = q_BxTxNxH.shape[1], k_BxSxKxH.shape[1], q_BxTxNxH.shape[2]
         t, s = tile_size(T), tile_size(S)
         more_T, more_S = -T % t, -S % s
@@ -132,11 +130,8 @@ class Call:
     def _on_each_device(
         self, kernel, results: int, q, k, v, terms, limits, seed, *more, learned: bool = False
     ):
-        """Calls kernel(settings, q, k, v, limits, terms, seed, *more) on every device.
-
-        `more` and the `results` results are [B, N, ...]. If `learned`, the gradient of the terms
-        follows.
-        """
+        """Calls kernel(settings, q, k, v, limits, terms, seed, *more) on every device. `more` and
+        the `results` results are [B, N, ...]. If `learned`, the gradient of the terms follows."""
         batch, heads = q.shape[:2]
         batch_axes, head_axes = fitting("batch", batch), fitting("activation_heads", heads)
         if head_axes != fitting("activation_heads", k.shape[1]):  # fewer key heads than devices

@@ -50,10 +50,8 @@ class Settings:
         return jax.ShapeDtypeStruct(shape, jnp.float32 if self.exact else x.dtype)
 
     def call(self, kernel: Callable, **arguments) -> Callable:
-        """Returns `pallas_call` of kernel(settings, schedule, seed, ...) over a grid.
-
-        The grid is (heads, sequences, blocks). Heads may run on several cores.
-        """
+        """Returns `pallas_call` of kernel(settings, schedule, seed, ...) over a grid. The grid is
+        (heads, sequences, blocks). Heads may run on several cores."""
         fields = ("grid", "in_specs", "out_specs", "scratch_shapes")
         grid_spec = {field: arguments.pop(field) for field in fields}
         semantics = ("parallel", "arbitrary", "arbitrary")
@@ -63,10 +61,8 @@ class Settings:
         return pl.pallas_call(functools.partial(kernel, self), grid_spec=grid_spec, **arguments)
 
     def logits(self, products: jax.Array, table_ref, start, limits: Limits | None) -> jax.Array:
-        """Returns the logits of a tile from its scaled products of queries and keys.
-
-        `limits` is None for a tile without masked pairs. `start` is its row in the bias table.
-        """
+        """Returns the logits of a tile from its scaled products of queries and keys. `limits` is
+        None for a tile without masked pairs. `start` is its row in the bias table."""
         logits = products if table_ref is None else toeplitz.add(products, table_ref, start)
         if self.soft_cap:
             logits = self.soft_cap * jnp.tanh(logits / self.soft_cap)
@@ -104,9 +100,7 @@ def row_spec(x_Bx1xT: jax.Array, block: int = 0) -> pl.BlockSpec:
 
 def head_spec(size: int, index: Callable) -> Callable[[int], pl.BlockSpec]:
     """Returns the function of H that returns a block of [B, N, T, H], `size` tokens of a head.
-
-    `index(n, i)` returns the head and the block, where n and i are those of the results.
-    """
+    `index(n, i)` returns the head and the block, where n and i are those of the results."""
     return lambda H: pl.BlockSpec((None, None, size, H), lambda n, b, i, *_: (b, *index(n, i), 0))
 
 
@@ -116,10 +110,8 @@ def f32(*shape: int):
 
 
 def prepared(terms: Terms, dtype, reverse: bool = False) -> Terms:
-    """Returns the terms as the kernels need them: a packed bias, and tables of this type.
-
-    The bias is reversed for tiles whose lanes are queries.
-    """
+    """Returns the terms as the kernels need them: a packed bias, and tables of this type. The bias
+    is reversed for tiles whose lanes are queries."""
     bias_NxD = terms.bias_NxD[:, ::-1] if reverse and terms.bias_NxD is not None else terms.bias_NxD
     tables = jax.tree.map(lambda x: x.astype(dtype), terms.replace(bias_NxD=None))
     return tables.replace(bias_NxD=toeplitz.packed(bias_NxD))

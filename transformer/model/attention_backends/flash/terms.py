@@ -71,10 +71,8 @@ def _centered(q, k, v, terms: Terms, far: Terms):
 
 def kinds_of_tiles(offset, lengths, sizes, ends: tuple[int, int] | None) -> jax.Array | None:
     """Returns int32[1, I, J]: the kind of each tile (tiles.py). None if the tables have no ends.
-
     `lengths` and `sizes` are the numbers of queries and keys, and those in a tile. `offset` is the
-    distance of the first query and the first key.
-    """
+    distance of the first query and the first key."""
     if ends is None:
         return None
     (T, S), (t, s) = lengths, sizes

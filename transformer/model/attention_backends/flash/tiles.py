@@ -90,10 +90,8 @@ class Limits:
         return allowed
 
     def states(self, t: int, s: int) -> jax.Array:
-        """Returns int32[B, I, J]: whether each tile is EMPTY, PARTIAL or FULL, plus its kind.
-
-        A tile may be PARTIAL although its mask is empty or full.
-        """
+        """Returns int32[B, I, J]: whether each tile is EMPTY, PARTIAL or FULL, plus its kind. A
+        tile may be PARTIAL although its mask is empty or full."""
         blocks = lambda x, size: x.reshape(len(x), -1, size)
         ends = lambda x, size: [f(blocks(x, size), axis=-1) for f in (jnp.min, jnp.max)]
         of_queries = lambda x: tuple(y[:, :, None] for y in ends(x, t))

@@ -28,11 +28,9 @@ SUBLANES = 8
 
 
 def packed(r_NxD: jax.Array | None) -> jax.Array | None:
-    """Returns the vectors as `build` needs them, float32[N, 8, D + 1], or None for None.
-
-    `r_NxD[:, y]` is the bias where (index of the row) - (index of the lane) + lanes - 1 = y, so D
-    is rows + lanes - 1. The result has eight copies in reverse order; copy b is rolled by b + 1.
-    """
+    """Returns the vectors as `build` needs them, float32[N, 8, D + 1], or None for None. `r_NxD[:,
+    y]` is the bias where (index of the row) - (index of the lane) + lanes - 1 = y, so D is rows +
+    lanes - 1. The result has eight copies in reverse order; copy b is rolled by b + 1."""
     if r_NxD is None:
         return None
     reverse = jnp.pad(r_NxD.astype(jnp.float32)[:, ::-1], ((0, 0), (0, 1)))
