@@ -24,7 +24,7 @@ def open_run(args, overrides):
     config = run_config(args.workdir, overrides)
     is_alone = args.verb in ("convert", "inspect") or getattr(args, "input", "") == "-"
     if is_alone and start_processes():
-        way_out = "start one process, or generate from a file (--input=FILE)"
+        way_out = "start one process, or read a file (--input=FILE)"
         raise UserError(f"{args.verb}: cannot run on several processes; {way_out}")
     return run_mesh(config, overrides)
 
