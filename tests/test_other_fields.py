@@ -70,6 +70,7 @@ IN_A_RUN = {
     "train.tensorboard": "whether event files are written",
     "train.wandb": "where metrics are sent",
     "train.profile": "whether a trace is written",
+    "train.step_deadline": "how long a step may take: tests/test_watchdog.py",
     "platform": "on which platform the run may start",
     "seed": "the key of initialization, dropout and data order: tests/test_training.py",
     **{

@@ -13,8 +13,7 @@ import numpy as np
 
 Shape = tuple[int, ...]
 
-QKV = ("query", "key", "value")
-"""The linear layers at the start of attention."""
+QKV = ("query", "key", "value")  # the linear layers at the start of attention
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,8 +20,7 @@ from transformer.decoding.config import check_numbers
 from transformer.decoding.prefill import DecodeState, Ending, begin
 from transformer.model.special_tokens import Ids
 
-NEVER = -1e9
-"""The score of beams and hypotheses that do not exist."""
+NEVER = -1e9  # the score of beams and hypotheses that do not exist
 
 
 @struct.dataclass

@@ -13,11 +13,9 @@ import jax.numpy as jnp
 
 from transformer.model.sharding import platform
 
-TILE = (512, 1024, 1024)
-"""The largest tile of a kernel: rows, contracted elements, columns."""
+TILE = (512, 1024, 1024)  # the largest tile of a kernel: rows, contracted elements, columns
 
-SUBLANES = 16
-"""The number of rows of a kernel's tile is a multiple of this."""
+SUBLANES = 16  # the number of rows of a kernel's tile is a multiple of this
 
 
 def grouped_product(x_nxI: jax.Array, w_GxIxO: jax.Array, sizes_G: jax.Array) -> jax.Array:

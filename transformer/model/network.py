@@ -28,8 +28,7 @@ from transformer.model.roles import initialized, parameter_rules
 from transformer.model.stack import Stack
 from transformer.model.watch import WATCHED
 
-_COLLECTIONS = (*WATCHED, "losses", "intermediates")
-"""The collections that `apply` may return."""
+_COLLECTIONS = (*WATCHED, "losses", "intermediates")  # the collections that `apply` may return
 
 
 class _Family(nn.Module):

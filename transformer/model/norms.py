@@ -10,8 +10,7 @@ from transformer.model.initializers import declare
 
 NORMS = ("layernorm", "detach_norm", "rmsnorm", "dynamic_tanh")
 
-WITH_OFFSET = ("layernorm", "detach_norm", "dynamic_tanh")
-"""The norms with a learned offset."""
+WITH_OFFSET = ("layernorm", "detach_norm", "dynamic_tanh")  # the norms with a learned offset
 
 
 class Norm(nn.Module):

@@ -34,14 +34,10 @@ import numpy as np
 from transformer.errors import TemporaryError, UserError
 from transformer.output import flush
 
-WAIT = 300
-"""Seconds that a process waits for the others at start-up."""
-
-HEARTBEAT = 30
-"""Seconds without a heartbeat after which a process counts as dead."""
-
+WAIT = 300  # seconds that a process waits for the others at start-up
+HEARTBEAT = 30  # seconds without a heartbeat after which a process counts as dead
+# Seconds that connected processes wait for each other. The death of one ends the wait early.
 DAY = 24 * 3600
-"""Seconds that connected processes wait for each other. The death of one ends the wait early."""
 
 
 def start_processes() -> bool:
@@ -69,8 +65,7 @@ def start_processes() -> bool:
     return True
 
 
-_BYE = b"bye\n"
-"""What a process sends when it ends without a fault."""
+_BYE = b"bye\n"  # what a process sends when it ends without a fault
 
 
 def _listen(number: int, connection: socket.socket, connections: dict[int, socket.socket]) -> None:

@@ -34,8 +34,7 @@ RULES: tuple[tuple[str, str | tuple[str, ...] | None], ...] = (
     ("activation_embed", None),
 )  # fmt: skip
 
-BATCH_AXES = dict(RULES)["batch"]
-"""The mesh axes that shard the batch."""
+BATCH_AXES = dict(RULES)["batch"]  # the mesh axes that shard the batch
 
 BATCH = P(BATCH_AXES)
 

@@ -34,8 +34,7 @@ ITEMS = ("params", "ema", "rest")
 
 STRICT = "restore it from a copy, or set train.strict_checkpoints=False to skip it"
 
-VERIFY_CHUNK_BYTES = 2**30
-"""Bytes of arrays, over all devices, that verification reads at a time."""
+VERIFY_CHUNK_BYTES = 2**30  # bytes of arrays, over all devices, that verification reads at a time
 
 
 class Checkpoints:

@@ -18,6 +18,7 @@ import jax
 from transformer.errors import UserError
 from transformer.files import read_bytes, write_atomic
 from transformer.output import elapsed, human_time, human_tokens
+from transformer.runs.watchdog import Watchdog
 
 
 class MetricsLog:
@@ -169,7 +170,7 @@ class Recorder:
     the last log line. It is saved with a checkpoint, so that a resumed run has the same curve as an
     uninterrupted one. `together` is the number of runs that share the measured time. A line also
     has the mean number of CPU cores that other processes have used since the start, because they
-    may have slowed the run down.
+    may have slowed the run down. The `watchdog` ends the process if a step hangs.
     """
 
     def __init__(
@@ -183,6 +184,7 @@ class Recorder:
         self._mark: float | None = None
         self._timed_tokens, self._timed_steps = 0.0, 0
         self._aside, self._began = False, (time.perf_counter(), _cpu_of_others())
+        self.watchdog, self._step = Watchdog(), 0
 
     def push(self, step: int, metrics: dict) -> None:
         """Takes the metrics of a step that has just started. Raises Diverged for the one before."""
@@ -195,6 +197,8 @@ class Recorder:
             return
         (step, metrics), self._late = self._late, None
         values = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        self._step = step
+        self.watchdog.step_done(step)
         if not math.isfinite(values["objective"]):
             self._log.write(step, **{"train/diverged": True})
             problem = f"the loss is {values['objective']} at step {step:,}"
@@ -236,10 +240,12 @@ class Recorder:
         For evaluations and checkpoints of this run, or of one trained together with it."""
         self.flush()
         start, was_aside, self._aside = time.perf_counter(), self._aside, True
+        self.watchdog.pause()
         yield
         self._aside = was_aside
         if self._mark is not None and not was_aside:
             self._mark += time.perf_counter() - start
+            self.watchdog.resume(self._step)
 
 
 def _cpu_of_others() -> float:

@@ -1,5 +1,6 @@
 """A run: its preparation before the first step, and its evaluations, checkpoints and logs."""
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -77,8 +78,9 @@ class Run:
     def __exit__(self, error_type, error, trace) -> None:
         """Closes the logs in any case and waits for the last checkpoint."""
         try:
-            if error_type is None:
-                self.recorder.flush()
+            with contextlib.closing(self.recorder.watchdog):
+                if error_type is None:
+                    self.recorder.flush()
             all_arrive = error_type is None or issubclass(error_type, Diverged)
             if all_arrive or jax.process_count() == 1:  # closing needs all processes
                 self.checkpoints.close(prune=error_type is None)
@@ -179,6 +181,7 @@ def begin(
     barrier("reading of earlier metrics")
     rate = schedule(config.optimizer, config.train.steps)
     recorder = Recorder(log, progress, rate, config.train.log_every, start.window, together)
+    recorder.watchdog.seconds = config.train.step_deadline
     train_step = make_train_step(config, program.model, program.optimizer, mesh, program.shardings)
     eval_step = make_eval_step(config, program.model, mesh, program.shardings.params)
     steps, outputs = (train_step, eval_step), (checkpoints, log, progress, recorder)

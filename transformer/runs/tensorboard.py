@@ -11,8 +11,7 @@ from tensorboardX import summary
 from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
-FLUSH_SECONDS = 30
-"""Time after which events are written to disk, so that TensorBoard shows them."""
+FLUSH_SECONDS = 30  # time after which events are written to disk, so that TensorBoard shows them
 
 
 class EventFile:

@@ -131,12 +131,15 @@ class TrainConfig:
     strict_checkpoints: bool = False  # if the newest checkpoint is damaged, raise an error
     tensorboard: bool = True  # also write metrics for TensorBoard
     wandb: str = ""  # a Weights & Biases project; "": off
+    # Seconds after which a step counts as hung, and the process ends with all stacks; 0: ten median
+    # steps, at least 300. Compilation, evaluations and checkpoints do not count.
+    step_deadline: float = 0.0
     profile: int = 0  # trace this many steps, after the 10th, into the run directory; 0: off
 
     def __post_init__(self):
         at_least("train", self, 1, "steps", "accumulate", "log_every", "keep_checkpoints")
         counts = ("eval_every", "eval_batches", "checkpoint_every", "average_checkpoints")
-        at_least("train", self, 0, *counts, "z_loss", "profile")
+        at_least("train", self, 0, *counts, "z_loss", "profile", "step_deadline")
         in_unit_interval("train", self, "label_smoothing", "ema_decay")
         one_of("train.init_positions", self.init_positions, ("same", "extend", "interpolate"))
         one_of("train.init_kv_heads", self.init_kv_heads, ("same", "mean"))

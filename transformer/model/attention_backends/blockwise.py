@@ -25,14 +25,11 @@ from flax import struct
 from transformer.model.attention_backends.base import Inputs, logits, read
 from transformer.model.masks import REAL
 
-BLOCK = 256
-"""The number of queries, and of keys, per block."""
+BLOCK = 256  # the number of queries, and of keys, per block
 
-LOWEST = -1e30
-"""The log-sum-exp before the first key: below that of all logits, above `MASKED`."""
+LOWEST = -1e30  # the log-sum-exp before the first key: below that of all logits, above `MASKED`
 
-MASKED = -2e38
-"""The logit of a masked pair: exp(MASKED - x) is 0 for every x from `LOWEST` on."""
+MASKED = -2e38  # the logit of a masked pair: exp(MASKED - x) is 0 for every x from `LOWEST` on
 
 
 def blockwise(q_BxTxNxH, k_BxSxKxH, v_BxSxKxH, inputs: Inputs, inner=None) -> jax.Array:

@@ -30,8 +30,7 @@ MEMORY = {"TPU v4": 16, "TPU v5": 64, "TPU v5p": 64, "TPU7x": 64}
 COST = {512: 1.0, 256: 1.15, 128: 1.5}
 """Time per pair of tokens by the number of tokens per tile, relative to the largest tile."""
 
-TILES = 6 * 2**20
-"""Bytes of on-chip memory for the tiles that a kernel works on."""
+TILES = 6 * 2**20  # bytes of on-chip memory for the tiles that a kernel works on
 
 
 def bytes_per_token(itemsize: int, H: int, V: int, tables: int) -> int:

@@ -28,8 +28,7 @@ EACH, ONE, NONE = 0, 2, 4
 """The kind of a tile, which is added to its state: whether a position scheme has a vector for each
 distance in it, one for all, or none. Tiles of the first kind are not FULL if there are others."""
 
-LANES = 128
-"""The number of elements in a row of a TPU's vector registers."""
+LANES = 128  # the number of elements in a row of a TPU's vector registers
 
 
 @struct.dataclass

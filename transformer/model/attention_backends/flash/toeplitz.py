@@ -23,8 +23,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from transformer.model.attention_backends.flash.tiles import LANES
 
-SUBLANES = 8
-"""The number of rows of a vector register."""
+SUBLANES = 8  # the number of rows of a vector register
 
 
 def packed(r_NxD: jax.Array | None) -> jax.Array | None:
