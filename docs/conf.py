@@ -21,6 +21,7 @@ myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
 nb_execution_mode = "off"  # the tests execute the notebook; the site shows its stored outputs
 autodoc_member_order = "bysource"
+autodoc_mock_imports = ["lm_eval"]  # an extra
 autodoc_typehints = "signature"
 autodoc_preserve_defaults = True
 copybutton_prompt_text = "$ "
