@@ -1,7 +1,9 @@
 """Runs as models of EleutherAI's lm-evaluation-harness (extra [eval]).
 
-from transformer.harness import HarnessLM
-results = lm_eval.simple_evaluate(HarnessLM("runs/lm_small"), tasks=["lambada_openai"])
+Example:
+
+    from transformer.harness import HarnessLM
+    results = lm_eval.simple_evaluate(HarnessLM("runs/lm_small"), tasks=["lambada_openai"])
 """
 
 import dataclasses

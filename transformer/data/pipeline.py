@@ -13,7 +13,7 @@ from transformer.data.config import DataConfig, Task
 from transformer.data.mixture import Turns, of_temperature, phases_of, read_sources
 from transformer.data.objectives.base import Objective, Sequences
 from transformer.data.sources import Example
-from transformer.data.store import Joined, Store, open_stores
+from transformer.data.store import Store, joined, open_stores
 from transformer.data.tokenizer import Tokenizer
 from transformer.errors import UserError
 from transformer.model.config import ModelConfig
@@ -36,10 +36,18 @@ class Data:
     config: Task
     stores: Mapping[str, Store]  # by source; "" without a mixture
 
-    @functools.cached_property
+    @property
     def store(self) -> Store:
-        """The store, or the counts of all sources together."""
-        return Joined.of(self.stores) if self.config.data.mixture else self.stores[""]
+        """The only store. A mixture has several, and raises ValueError."""
+        (store,) = self.stores.values()
+        return store
+
+    @functools.cached_property
+    def meta(self) -> dict:
+        """The `meta` of the store, or of all sources together."""
+        if not self.config.data.mixture:
+            return self.store.meta
+        return joined({name: store.meta for name, store in self.stores.items()})
 
     @property
     def objective(self) -> Objective:
@@ -47,7 +55,7 @@ class Data:
 
     @property
     def tokenizer(self):
-        return self.store.tokenizer
+        return next(iter(self.stores.values())).tokenizer
 
     def batches(self, part: str, share: Callable[[int], np.ndarray] = np.arange) -> Stream:
         """The batches of a split. `share`: see `Batches`. Those of train are shuffled and do not
@@ -90,7 +98,7 @@ class Data:
 
     def describe(self) -> dict:
         """Counts and hashes for the manifest."""
-        return {"objective": type(self.objective).__name__, **self.store.meta}
+        return {"objective": type(self.objective).__name__, **self.meta}
 
 
 def special_tokens(model: ModelConfig, tokenizer: Tokenizer) -> dict[str, int]:
@@ -130,8 +138,7 @@ def open_data(config: Task, tokenizer: Path | None = None) -> Data:
         with_its = dataclasses.replace(config.data, tokenizer=config.data.tokenizer.at(tokenizer))
         data = Data(config, open_stores(with_its, config.model.vocab_size))
     check_special_tokens(config.model, data.tokenizer)
-    store = data.store
-    if store.classes and len(store.classes) != config.model.num_labels:
-        found = f"{len(store.classes)}: {', '.join(store.classes[:8])}"
+    if (classes := data.meta.get("classes")) and len(classes) != config.model.num_labels:
+        found = f"{len(classes)}: {', '.join(classes[:8])}"
         raise UserError(f"model.num_labels: {config.model.num_labels}, but the text has {found}")
     return data

@@ -79,25 +79,18 @@ class Store:
             return [tuple(json.loads(line)) for line in lines]
 
 
-@dataclasses.dataclass(frozen=True)
-class Joined(Store):
-    """The counts of the sources of a mixture, together."""
-
-    @staticmethod
-    def of(stores: Mapping[str, Store]) -> "Joined":
-        first, metas = next(iter(stores.values())), {n: x.meta for n, x in stores.items()}
-        total = {"tokenizer_sha256": first.tokenizer.sha256, "overlap": collections.Counter()}
-        for part in split.SPLITS:
-            digests = "".join(meta[part]["sha256"] for meta in metas.values())
-            total[part] = {"sha256": hashlib.sha256(digests.encode()).hexdigest()}
-            for field in metas[next(iter(metas))][part].keys() - {"sha256"}:
-                total[part][field] = sum(meta[part][field] for meta in metas.values())
-        for meta in metas.values():
-            total["overlap"].update(meta["overlap"])
-        return Joined(first.folder, first.tokenizer, total | {"sources": metas})
-
-    def texts(self, part, side):
-        raise NotImplementedError("the texts of a mixture are those of its sources")
+def joined(metas: Mapping[str, dict]) -> dict:
+    """The `meta` of several stores with one tokenizer, together: sums of counts, hash of hashes."""
+    first, *_ = metas.values()
+    total = {"tokenizer_sha256": first["tokenizer_sha256"], "overlap": collections.Counter()}
+    for part in split.SPLITS:
+        digests = "".join(meta[part]["sha256"] for meta in metas.values())
+        total[part] = {"sha256": hashlib.sha256(digests.encode()).hexdigest()}
+        for field in first[part].keys() - {"sha256"}:
+            total[part][field] = sum(meta[part][field] for meta in metas.values())
+    for meta in metas.values():
+        total["overlap"].update(meta["overlap"])
+    return total | {"sources": metas}
 
 
 def open_stores(config: DataConfig, vocab_size: int) -> dict[str, Store]:

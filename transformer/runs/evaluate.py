@@ -108,7 +108,7 @@ def evaluate(trained: LoadedRun, mesh: Mesh, part: str = "test") -> dict:
     batches = data.batches(part, share.sequences)
     sources = config.data.sources.values()
     scores_every_token = all(source.chosen.scores_every_token for source in sources)
-    text = data.store.meta[part] if scores_every_token else None
+    text = data.meta[part] if scores_every_token else None
     metrics = evaluate_loss(eval_step, trained.params, batches, share, text=text)
     report = {"step": trained.step, "part": part}
     if scores_every_token:
@@ -173,7 +173,7 @@ def _translate(generate: Generator, examples: Sequence, config: Experiment) -> W
 def _check_text(workdir: Path, data: Data, part: str) -> None:
     if is_converted(workdir):
         return
-    current = data.store.meta[part]["sha256"]
+    current = data.meta[part]["sha256"]
     try:
         recorded = read_manifest(workdir)["data"][part]["sha256"]
     except (KeyError, TypeError):

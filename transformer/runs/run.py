@@ -131,7 +131,7 @@ class Run:
             if is_first():
                 Claim(self.workdir / rundir.LOCK).check()
             loop = {"data_step": self.step, "window": dict(self.recorder.window)}
-            loop["text_sha256"] = self.text.data.store.meta["train"]["sha256"]
+            loop["text_sha256"] = self.text.data.meta["train"]["sha256"]
             self.checkpoints.save(self.state, self.step, loop, layout(self.config.model))
 
 
@@ -215,7 +215,7 @@ def read_text(config: Experiment, workdir: Path, share: Share) -> Text:
         data = open_data(config, tokenizer)
     text = Text(data, *(data.batches(part, share.sequences) for part in ("train", "valid")))
     check_epochs(config.data.mixture, text.train.epochs(config.train.steps))
-    digests = data.store.meta["train"]["sha256"][:32] + data.tokenizer.sha256[:32]
+    digests = data.meta["train"]["sha256"][:32] + data.tokenizer.sha256[:32]
     agree("the training text, or its tokenizer", digests)
     return text
 
@@ -234,7 +234,7 @@ def find_state(workdir: Path, program: Program, text: Text, report: Callable[[st
             state = start_from(config, state, program.shardings, program.mesh)
         return Start(state, None, 0, {})
     state, loop = _resume(checkpoints, program)
-    if loop["text_sha256"] != text.data.store.meta["train"]["sha256"]:
+    if loop["text_sha256"] != text.data.meta["train"]["sha256"]:
         problem = f"the training text has changed since {workdir} was trained on it"
         raise UserError(f"workdir: {problem}; choose another directory or restore the text")
     return Start(state, checkpoints, loop["data_step"], loop["window"])

@@ -82,7 +82,7 @@ def _multipliers(config: Experiment) -> list[str]:
 
 
 def _text(config: Experiment, data: Data, verbose: bool) -> str:
-    meta = data.store.meta
+    meta = data.meta
     names = {"train": "training", "valid": "validation", "test": "test"}
     counts = ", ".join(f"{meta[part]['examples']:,} {name}" for part, name in names.items())
     tokenizer = config.data.tokenizer.path or f"{config.data.tokenizer.kind} tokenizer"
@@ -106,7 +106,7 @@ def _advice(config: Experiment, data: Data) -> list[str]:
     notes = [
         f"{count(number, 'example')} of the {part} split "
         f"share{'s' * (number == 1)} a sentence with the training data, so its scores are inflated"
-        for part, number in data.store.meta["overlap"].items()
+        for part, number in data.meta["overlap"].items()
         if number
     ]
     hint = max(placement.warmup_hint for placement in config.model.placements)
