@@ -117,7 +117,7 @@ def test_run_without_a_checkpoint_raises(run):
 
 def test_damaged_manifest_raises(run):
     (run / "manifest.json").write_text("{}")
-    data = types.SimpleNamespace(store=types.SimpleNamespace(meta={"test": {"sha256": "0"}}))
+    data = types.SimpleNamespace(meta={"test": {"sha256": "0"}})
     with user_error(r"manifest\.json: damaged \(no data\.test\.sha256\)"):
         _check_text(run, data, "test")
 
