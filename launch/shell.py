@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 import types
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import NoReturn
 
@@ -41,6 +41,9 @@ FLAT = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
 
 HOST = 4
 """Chips per host, in slices with at least that many."""
+
+PRICES = {"v4": 3.22, "v5e": 1.20, "v5p": 4.20, "v6e": 2.70}
+"""Kind of chip -> USD for one chip and hour, on demand in the US (cloud.google.com/tpu/pricing)."""
 
 
 def mistake(message: str) -> NoReturn:
@@ -118,14 +121,14 @@ def check_command(command: list[str], root: Path, travels: bool = True) -> None:
         mistake(f"--config: no file {str(root / file)!r}")
 
 
-def check_workdir(command: list[str], bucket: str) -> None:
-    """Exits with code 2 unless --workdir is in runs/ and a bucket is mounted there."""
+def check_workdir(command: list[str], bucket: str, name: str = "--bucket") -> None:
+    """Exits with code 2 unless --workdir is in runs/ and the bucket of option `name` is there."""
     workdir = option(command, "--workdir")
     parts = Path(workdir).parts
     if workdir and not bucket:
         mistake(
             f"--workdir: {workdir!r} would be lost with the machine; "
-            "keep runs/ in a bucket with --bucket=NAME"
+            f"keep runs/ in a bucket with {name}=NAME"
         )
     if workdir and (parts[:1] != ("runs",) or ".." in parts):
         mistake(
@@ -184,6 +187,44 @@ def machine(name: str, text: str, known: Collection[str], slices: int = 1):
     return tpu
 
 
+def print_price(tpu, price: float | None) -> None:
+    """Prints the number of chips and what they cost, with `price` in USD per chip-hour.
+
+    Without it, the list price is used, which is that of the US and higher elsewhere. Spot TPUs and
+    reservations cost less.
+    """
+    chips = f"{tpu.chips} chip{'s' * (tpu.chips > 1)}"
+    rate = PRICES.get(tpu.kind) if price is None else price
+    if rate is None:
+        print(f"launch: {chips} of unknown price; set --price=USD per chip-hour", file=sys.stderr)
+        return
+    listed = ", list price on demand in the US; set yours with --price=USD" * (price is None)
+    print(
+        f"launch: {chips}, {tpu.chips * rate:,.2f} USD per hour, {24 * tpu.chips * rate:,.2f} "
+        f"per day ({rate:.2f} per chip-hour{listed})",
+        file=sys.stderr,
+    )
+
+
+def variable(text: str) -> tuple[str, str]:
+    """Returns (name, value) of a variable, from NAME=VALUE or NAME, with its value here."""
+    name, is_set, value = text.partition("=")
+    if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name):
+        mistake(f"--env: {name!r} is not the name of a variable; write NAME or NAME=VALUE")
+    if not is_set and name not in os.environ:
+        mistake(f"--env: {name} is not set here; set it, or write {name}=VALUE")
+    value = value if is_set else os.environ[name]
+    if "\n" in value:
+        mistake(f"--env: the value of {name} has several lines; pass it in a file of the bucket")
+    return name, value
+
+
+def write_variables(file: Path, lines: Iterable[str]) -> None:
+    """Writes a file that only its owner can read."""
+    file.touch(mode=0o600)
+    file.write_text("".join(f"{line}\n" for line in lines))
+
+
 def installed(tool: str) -> None:
     """Exits with code 2 unless a tool is installed."""
     if shutil.which(tool) is None:
@@ -203,6 +244,8 @@ def start(main: Callable[[], int]) -> NoReturn:
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0
+    except KeyboardInterrupt:
+        code = 130
     sys.exit(code)
 
 

@@ -4,13 +4,18 @@
         train --config=experiments/scale/decoder_8b.py --workdir=runs/8b \\
         --config.mesh.fsdp=-1 --config.mesh.data=1
 
-`up` does everything: it creates the TPU, copies the committed code to all workers, installs it
-there, starts the command on all of them, and follows the output of the first. When the TPU was
-preempted or a worker died, it starts over, at most `--restarts` times, and the run resumes from its
-last checkpoint. --type has the syntax of --topology in `plan`: v5p-128 or v5p:4x4x4. Each part is
-also a verb:
+`up` does everything: it prints the price, creates the TPU, copies the committed code to all
+workers, installs it there, starts the command on all of them, and follows the output of the first.
+When the TPU was preempted or a worker died, it starts over, at most `--restarts` times, and the run
+resumes from its last checkpoint. --type has the syntax of --topology in `plan`: v5p-128 or
+v5p:4x4x4. Each part is also a verb:
 
     create   install   start   follow   status   stop   delete
+
+With --queued, the TPU is a queued resource: if the zone has no room, the request waits in the queue
+of the cloud, for as long as it takes or for --create=--valid-until-duration=6h, and costs nothing
+meanwhile. --slices=4 requests four TPUs of this type, which train together as one run (multislice).
+It implies --queued. Give --queued or --slices to the other verbs too.
 
 The bucket is mounted as ~/transformer/runs on every worker (gcsfuse), so all workers share one
 --workdir, and it outlives the TPU. A slice of more than one host needs a bucket. Ctrl-C stops
@@ -26,8 +31,6 @@ Values are copied in a file and never printed. Other options of gcloud are given
 the creation, --ssh=--tunnel-through-iap for connections.
 """
 
-import ast
-import os
 import re
 import shlex
 import subprocess
@@ -36,6 +39,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from files import check_files, uncommitted
 from shell import (
     HOST,
     MISTAKE,
@@ -49,10 +53,12 @@ from shell import (
     installed,
     machine,
     mistake,
-    option,
     parse,
+    print_price,
     run,
     start,
+    variable,
+    write_variables,
 )
 
 IMAGES = {
@@ -73,8 +79,6 @@ PASSES = re.compile(
 
 STAYS = re.compile(r"(?i)quota\b.*\bexceeded")
 """A message of gcloud with the code for a lack of capacity, where waiting does not help."""
-
-GCLOUD = ("gcloud", "compute", "tpus", "tpu-vm")
 
 ARCHIVE, VARIABLES = "transformer.tar.gz", "transformer.env"
 
@@ -100,26 +104,37 @@ def product(text: str) -> tuple[str, str]:
 class Tpu:
     """One TPU VM, controlled with gcloud. Methods return exit codes, except `state`."""
 
+    group, ready, pending = "tpu-vm", "READY", ()
+    described = "state,acceleratorType"
+    everyone, delete_options = ["--worker=all"], ["--quiet"]
+
     def __init__(self, args):
-        self.args, self.dry = args, args.dry_run
+        self.args, self.dry, self.is_up = args, args.dry_run, False
         self.where = [args.name, f"--zone={args.zone}"] + (
             [f"--project={args.project}"] if args.project else []
         )
 
-    def gcloud(self, verb: str, *options: str, stderr_lines: list[str] | None = None) -> int:
-        """Runs a gcloud command for this TPU VM."""
-        return run([*GCLOUD, verb, *self.where, *options], self.dry, stderr_lines=stderr_lines)
+    def words(self, verb: str) -> list[str]:
+        """Returns the words of a gcloud command up to its verb."""
+        return ["gcloud", "compute", "tpus", self.group, verb]
 
-    def on(self, worker: str, command: str) -> int:
-        """Runs a shell command on one worker, or on "all"."""
-        return self.gcloud("ssh", f"--worker={worker}", *self.args.ssh, f"--command={command}")
+    def gcloud(self, verb: str, *options: str, stderr_lines: list[str] | None = None) -> int:
+        """Runs a gcloud command for this TPU."""
+        return run([*self.words(verb), *self.where, *options], self.dry, stderr_lines=stderr_lines)
+
+    def on(self, workers: list[str], command: str) -> int:
+        """Runs a shell command on the workers that these options name."""
+        return self.gcloud("ssh", *workers, *self.args.ssh, f"--command={command}")
+
+    def requested(self, kind: str, image: str) -> list[str]:
+        """Returns the options of `create` that say what to create."""
+        return [f"--accelerator-type={kind}", f"--version={image}"]
 
     def create(self) -> int:
         """Creates the TPU. Returns MISTAKE if a second try would also fail."""
-        kind, image = product(self.args.type)
         spot = ["--spot"] if self.args.spot else []
         lines: list[str] = []
-        options = [f"--accelerator-type={kind}", f"--version={image}", *spot, *self.args.create]
+        options = [*self.requested(*product(self.args.type)), *spot, *self.args.create]
         code = self.gcloud("create", *options, stderr_lines=lines)
         errors = "".join(lines)
         return MISTAKE if code and (STAYS.search(errors) or not PASSES.search(errors)) else code
@@ -148,15 +163,14 @@ class Tpu:
             archive, variables = folder / ARCHIVE, folder / VARIABLES
             files = [archive, variables] if self.args.env else [archive]
             if self.args.env and not self.dry:
-                variables.touch(mode=0o600)
-                lines = (f"export {name}={shlex.quote(x)}\n" for name, x in self.args.env.items())
-                variables.write_text("".join(lines))
+                lines = (f"export {name}={shlex.quote(value)}" for name, value in self.args.env)
+                write_variables(variables, lines)
             git = ["git", "-C", str(ROOT), "archive", "--format=tar.gz", f"--output={archive}"]
-            copy = [*GCLOUD, "scp", *self.where[1:], *map(str, files), f"{self.args.name}:"]
+            copy = [*self.words("scp"), *self.where[1:], *map(str, files), f"{self.args.name}:"]
             return (
                 run([*git, "HEAD"], self.dry)
-                or run([*copy, "--worker=all", *self.args.ssh], self.dry)
-                or self.on("all", f"{{ {' && '.join(steps)}; }} || exit {MISTAKE}")
+                or run([*copy, *self.everyone, *self.args.ssh], self.dry)
+                or self.on(self.everyone, f"{{ {' && '.join(steps)}; }} || exit {MISTAKE}")
             )
 
     def start(self) -> int:
@@ -172,7 +186,7 @@ class Tpu:
         script = f"{command} > run.log 2>&1; code=$?; {keep * bool(self.args.bucket)}"
         script += "echo $code > run.code"
         return self.on(
-            "all",
+            self.everyone,
             "cd transformer && rm -f run.code run.stopped && "
             f"(setsid nohup sh -c {shlex.quote(script)} > /dev/null 2>&1 &)",
         )
@@ -186,7 +200,7 @@ class Tpu:
             "tail -n +1 -F run.log 2> /dev/null & while [ ! -s run.code ]; do sleep 5; done; "
             f"sleep 2; kill $!; [ -e run.stopped ] && exit {STOPPED}; exit $(cat run.code)"
         )
-        return self.on("0", f"cd transformer || exit; {watch}")
+        return self.on(["--worker=0"], f"cd transformer || exit; {watch}")
 
     def stop(self) -> int:
         """Stops the run as a preemption does: it saves a checkpoint and ends.
@@ -195,17 +209,22 @@ class Tpu:
         run.code contains the same words further on, and must not be stopped.
         """
         return self.on(
-            "all",
+            self.everyone,
             "touch transformer/run.stopped; pkill -TERM -f '^[^ ]*python -m transformer' || true",
         )
 
     def status(self) -> int:
         """Prints the state of the TPU."""
-        return self.gcloud("describe", "--format=value(state)")
+        return self.gcloud("describe", f"--format=value({self.described})")
 
     def delete(self) -> int:
         """Deletes the TPU."""
-        return self.gcloud("delete", "--quiet")
+        return self.gcloud("delete", *self.delete_options)
+
+    def describe(self, fields: str) -> str:
+        """Returns fields of gcloud's description of the TPU, or "" if it does not exist."""
+        command = [*self.words("describe"), *self.where, f"--format=value({fields})"]
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout
 
     def state(self) -> str:
         """Returns READY, PREEMPTED, ..., or "" if the TPU does not exist.
@@ -214,9 +233,7 @@ class Tpu:
         """
         if self.dry:
             return ""
-        describe = [*GCLOUD, "describe", *self.where, "--format=value(state,acceleratorType)"]
-        output = subprocess.run(describe, capture_output=True, text=True, check=False).stdout
-        state, kind = (*output.split(), "", "")[:2]
+        state, kind = (*self.describe(self.described).split(), "", "")[:2]
         target_type, _ = product(self.args.type)
         if kind and kind.rpartition("/")[2] != target_type:
             mistake(
@@ -225,82 +242,79 @@ class Tpu:
             )
         return state
 
-    def up(self) -> int:
+    def wait(self) -> int:
+        """Waits until the TPU is there, after `create`."""
+        return 0
+
+    def attempts(self) -> int:
         """Creates, installs, starts and follows. Retries after failures that may pass."""
         for attempt in range(self.args.restarts + 1):
             if attempt:
                 print(f"launch: restarting ({attempt} of {self.args.restarts})", file=sys.stderr)
                 time.sleep(self.args.wait)
             state = self.state()
-            if state not in ("", "READY"):
-                self.delete()
-            code = 0 if state == "READY" else self.create()
-            is_up = code == 0
+            exists = state in (self.ready, *self.pending)
+            code = self.delete() if state and not exists else 0
+            code = code or (0 if exists else self.create()) or self.wait()
+            self.is_up = code == 0
             code = code or self.install() or self.start() or self.follow()
             if code in (0, MISTAKE, STOPPED):
                 break
+        return code
+
+    def up(self) -> int:
+        """Does all parts, and then says what is still billed."""
+        try:
+            code = self.attempts()
+        except KeyboardInterrupt:
+            code = STOPPED
         if code == 0 and self.args.delete:
             return self.delete()
-        if is_up and not self.dry:
-            delete = shlex.join(["python", "launch/tpu_vm.py", "delete", *self.where])
+        queued = self.pending and code == STOPPED
+        if (self.is_up or queued) and not self.dry:
+            options = [*self.where, *["--queued"] * bool(self.pending)]
+            delete = shlex.join(["python", "launch/tpu_vm.py", "delete", *options])
+            stays = "stays up and is billed" if self.is_up else "stays in the queue"
             print(
-                f"launch: {self.args.name} stays up and is billed until it is deleted: {delete}",
-                file=sys.stderr,
+                f"launch: {self.args.name} {stays} until it is deleted: {delete}", file=sys.stderr
             )
         return code
 
 
-def _uncommitted() -> list[str]:
-    """Returns the files with changes that are not committed, relative to ROOT."""
-    command = ["git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=all"]
-    lines = subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines()
-    return [line[3:] for line in lines]
+class Queued(Tpu):
+    """A queued resource: one TPU VM per slice, which the cloud creates when it has room.
 
-
-def _check_files(command: list[str], changed: list[str]) -> None:
-    """Exits with code 2 if the run reads files that are not copied. Reports other changes.
-
-    The run reads the experiment file, the modules next to it that it imports, and text. A path of
-    text is refused if it exists here outside of the commit.
+    The verbs are those of a TPU VM (cloud.google.com/tpu/docs/queued-resources). If a slice is
+    preempted, the request becomes SUSPENDED, and must be deleted and made again.
     """
-    config = option(command, "--config").partition(":")[0]
-    needed, texts = [config] if config else [], []
-    for file in needed:
-        if not (ROOT / file).is_file():
-            continue
-        for node in ast.walk(ast.parse((ROOT / file).read_text())):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            modules = [f"{name.replace('.', '/')}.py" for name in names]
-            found = [m for name in modules for m in (name, str(Path(file).parent / name))]
-            needed += [m for m in found if (ROOT / m).is_file() and m not in needed]
-            if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                texts += [node.value] if node.value.startswith(("/", "~")) else []
-    if missing := [file for file in needed if file in changed]:
-        mistake(
-            f"--config: {missing[0]} has changes that are not committed, so it would not travel"
-        )
-    texts += [option(command, f"--config.data.{part}") for part in ("train", "valid", "test")]
-    for text in filter(None, texts):
-        path = Path(text).expanduser()
-        if (path if path.is_absolute() else ROOT / path).exists():
-            mistake(f"text: {text!r} is a path of this machine; copy it to a bucket, gs://...")
-    names = changed[:5] + [f"and {len(changed) - 5} more"] * (len(changed) > 5)
-    if names:
-        print(f"launch: uncommitted changes are not copied: {', '.join(names)}", file=sys.stderr)
+
+    group, ready = "queued-resources", "ACTIVE"
+    pending = ("CREATING", "ACCEPTED", "WAITING_FOR_RESOURCES", "PROVISIONING")
+    described = "state.state,tpu.nodeSpec[0].node.acceleratorType"
+    everyone, delete_options = ["--node=all", "--worker=all"], ["--quiet", "--force"]
+
+    def requested(self, kind: str, image: str) -> list[str]:
+        name, slices = self.args.name, self.args.slices
+        several = [f"--node-count={slices}", f"--node-prefix={name}"]
+        nodes = several if slices > 1 else [f"--node-id={name}"]
+        return [f"--accelerator-type={kind}", f"--runtime-version={image}", *nodes]
+
+    def wait(self) -> int:
+        """Waits until the request is filled. Returns MISTAKE if another would also fail."""
+        last = ""
+        while not self.dry and (state := self.state()) != self.ready:
+            if state not in self.pending:
+                problem = self.describe("state.failedData.error.message").strip()
+                print(f"launch: {self.args.name} is {state}: {problem}", file=sys.stderr)
+                return MISTAKE if STAYS.search(problem) else 1
+            if state != last:
+                print(f"launch: {self.args.name} is {state}", file=sys.stderr)
+            last = state
+            time.sleep(self.args.wait)
+        return 0
 
 
-def _variable(text: str) -> tuple[str, str]:
-    """Returns (name, value) of a variable, from NAME=VALUE or NAME, with its value here."""
-    name, is_set, value = text.partition("=")
-    if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name):
-        mistake(f"--env: {name!r} is not the name of a variable; write NAME or NAME=VALUE")
-    if not is_set and name not in os.environ:
-        mistake(f"--env: {name} is not set here; set it, or write {name}=VALUE")
-    return name, value if is_set else os.environ[name]
-
-
-def main(argv: list[str] | None = None) -> int:
+def _parser() -> Parser:
     parser = Parser(__doc__)
     verbs = ("up", "create", "install", "start", "follow", "status", "stop", "delete")
     parser.add_argument("verb", choices=verbs)
@@ -312,36 +326,41 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--spot", action="store_true", help="use a cheaper TPU that may be preempted"
     )
+    parser.add_argument("--queued", action="store_true", help="wait in the queue of the cloud")
+    parser.add_argument("--slices", type=int, default=1, help="number of TPUs (default: 1)")
+    parser.add_argument("--price", type=float, metavar="USD", help="price of one chip per hour")
     parser.add_argument(
         "--restarts", type=int, default=20, help="attempts after the first one (default: 20)"
     )
     parser.add_argument("--wait", type=float, default=60, help="seconds before a restart")
-    parser.add_argument("--env", type=_variable, action="append", default=[], metavar="NAME")
-    parser.add_argument("--create", action="append", default=[], metavar="--OPTION=VALUE")
-    parser.add_argument("--ssh", action="append", default=[], metavar="--OPTION=VALUE")
+    several = {"action": "append", "default": [], "help": "see above"}
+    parser.add_argument("--env", type=variable, metavar="NAME", **several)
+    for verb in ("create", "ssh"):
+        parser.add_argument(f"--{verb}", metavar="--OPTION=VALUE", **several)
     parser.add_argument("--delete", action="store_true", help="delete the TPU when `up` succeeds")
     parser.add_argument(
         "--dry-run", action="store_true", help="print the commands without running them"
     )
-    args = parse(parser, argv)
-    args.env = dict(args.env)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(_parser(), argv)
     check_name(args.name)
-    check_numbers(args, restarts=0)
+    check_numbers(args, restarts=0, slices=1)
     if args.verb in ("up", "start"):
         check_command(args.command, ROOT)
     if args.verb in ("up", "create"):
         if not args.type:
             mistake("--type: missing; set the kind of TPU, such as v5p-128")
         product(args.type)
-        tpu = machine("--type", args.type, IMAGES)
-        if (
-            args.verb == "up"
-            and not args.bucket
-            and tpu.chips > (8 if tpu.chip.axes == 2 else HOST)
-        ):
+        tpu = machine("--type", args.type, IMAGES, args.slices)
+        hosts = args.slices > 1 or tpu.chips > (8 if tpu.chip.axes == 2 else HOST)
+        if args.verb == "up" and hosts and not args.bucket:
+            several = f"{args.slices} times " * (args.slices > 1)
             mistake(
-                f"--type: {args.type!r} has more than one host, and all must share --workdir; "
-                "keep runs/ in a bucket with --bucket=NAME"
+                f"--type: {several}{args.type!r} has more than one host, and all must share "
+                "--workdir; keep runs/ in a bucket with --bucket=NAME"
             )
     if args.verb == "up" and args.spot and not args.bucket:
         mistake(
@@ -353,8 +372,11 @@ def main(argv: list[str] | None = None) -> int:
     if not args.dry_run:
         installed("gcloud")
     if args.verb in ("up", "install"):
-        _check_files(args.command, _uncommitted())
-    return getattr(Tpu(args), args.verb)()
+        check_files(args.command, uncommitted())
+    if args.verb in ("up", "create"):
+        print_price(machine("--type", args.type, IMAGES, args.slices), args.price)
+    kind = Queued if args.queued or args.slices > 1 else Tpu
+    return getattr(kind(args), args.verb)()
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 The latter is tested with fake versions of gcloud, sbatch, srun and scontrol.
 """
 
-import json
 import os
 import re
 import shlex
@@ -259,9 +258,9 @@ esac
 
 @pytest.fixture
 def repository(tmp_path, monkeypatch):
-    """The module tpu_vm, for a new repository with a committed experiment that imports a module."""
+    """The module files, for a new repository with a committed experiment that imports a module."""
     monkeypatch.syspath_prepend(str(ROOT / "launch"))
-    import tpu_vm
+    import files
 
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
     (tmp_path / "experiments").mkdir()
@@ -269,15 +268,15 @@ def repository(tmp_path, monkeypatch):
     (tmp_path / "experiments" / "sizes.py").write_text("SIZE = 3\n")
     for command in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "start"]):
         subprocess.run([*git, *command], check=True)
-    monkeypatch.setattr(tpu_vm, "ROOT", tmp_path)
-    return tpu_vm
+    monkeypatch.setattr(files, "ROOT", tmp_path)
+    return files
 
 
 def test_uncommitted_changes_are_reported(repository, tmp_path, capsys):
-    assert repository._uncommitted() == []
+    assert repository.uncommitted() == []
     for i in range(7):
         (tmp_path / f"{i}.py").touch()
-    repository._check_files(["train", "--config=experiments/mine.py"], repository._uncommitted())
+    repository.check_files(["train", "--config=experiments/mine.py"], repository.uncommitted())
     assert "not copied: 0.py, 1.py, 2.py, 3.py, 4.py, and 2 more\n" in capsys.readouterr().err
 
 
@@ -286,9 +285,7 @@ def test_experiment_that_is_not_committed_raises(repository, tmp_path, capsys, f
     """The archive holds the last commit, so the run would read the file's old version, or none."""
     (tmp_path / "experiments" / file).write_text("import sizes\nSIZE = 4\n")
     with pytest.raises(SystemExit) as error:
-        repository._check_files(
-            ["train", "--config=experiments/mine.py"], repository._uncommitted()
-        )
+        repository.check_files(["train", "--config=experiments/mine.py"], repository.uncommitted())
     assert error.value.code == 2
     assert f"--config: experiments/{file} has changes that are not" in capsys.readouterr().err
 
@@ -298,9 +295,9 @@ def test_text_of_this_machine_raises(repository, tmp_path, capsys):
     (tmp_path / "experiments" / "mine.py").write_text(f"TRAIN = {str(tmp_path / 'text.txt')!r}\n")
     for option in ("--config=experiments/mine.py", "--config.data.train=text.txt"):
         with pytest.raises(SystemExit):
-            repository._check_files(["train", option], [])
+            repository.check_files(["train", option], [])
         assert "is a path of this machine; copy it to a bucket" in capsys.readouterr().err
-    repository._check_files(["train", "--config.data.train=gs://b/text.txt"], [])
+    repository.check_files(["train", "--config.data.train=gs://b/text.txt"], [])
     assert not capsys.readouterr().err
 
 
@@ -333,41 +330,34 @@ case "$*" in *describe*) exit 1;; *run.code*exit*) exit 0;; esac
     assert "is not set here" in launch("tpu_vm.py", *UP, "--env=ABSENT_", *TRAIN, code=2)
 
 
-MACHINES = [  # name in `plan`, gcloud's accelerator type, GKE's node selector
-    ("v5e-16", "v5litepod-16", ("tpu-v5-lite-podslice", "4x4")),
-    ("v5litepod-16", "v5litepod-16", ("tpu-v5-lite-podslice", "4x4")),
-    ("v5p:4x4x4", "v5p-128", ("tpu-v5p-slice", "4x4x4")),
-    ("v5p-128", "v5p-128", ("tpu-v5p-slice", "4x4x4")),
-    ("v5p:4x4x12", "v5p-384", ("tpu-v5p-slice", "4x4x12")),
-    ("v6e:2x4", "v6e-8", ("tpu-v6e-slice", "2x4")),
-    ("v4-8", "v4-8", ("tpu-v4-podslice", "2x2x1")),
-    ("tpu7x-128", None, ("tpu7x", "4x4x4")),
+GKE = ["n", "--cluster=c", "--image=i", "--storage=runs"]
+
+MACHINES = [  # name in `plan`, gcloud's accelerator type, xpk's type
+    ("v5e-16", "v5litepod-16", "v5litepod-4x4"),
+    ("v5litepod-16", "v5litepod-16", "v5litepod-4x4"),
+    ("v5p:4x4x4", "v5p-128", "v5p-4x4x4"),
+    ("v5p-128", "v5p-128", "v5p-4x4x4"),
+    ("v5p:4x4x12", "v5p-384", "v5p-4x4x12"),
+    ("v6e:2x4", "v6e-8", "v6e-2x4"),
+    ("v4-8", "v4-8", "v4-2x2x1"),
+    ("tpu7x-128", None, "tpu7x-4x4x4"),
 ]
 
 
-@pytest.mark.parametrize(("text", "product", "selector"), MACHINES)
-def test_machine_names_match_those_of_plan(text, product, selector):
+@pytest.mark.parametrize(("text", "product", "kind"), MACHINES)
+def test_machine_names_match_those_of_plan(text, product, kind):
     if product:
         assert f" --accelerator-type={product} " in launch(
             "tpu_vm.py", "create", "n", "--zone=z", f"--type={text}", "--dry-run"
         )
-    pod = pod_of(
-        launch("gke.py", "n", f"--topology={text}", "--image=i", "--bucket=b", "--dry-run", *TRAIN)
-    )
-    assert tuple(pod["nodeSelector"].values()) == selector
+    printed = launch("gke.py", *GKE, f"--topology={text}", "--dry-run", *TRAIN)
+    assert f" --tpu-type={kind} " in printed
+    assert ("--no-use-parallel-containers" in printed) == kind.startswith("tpu7x")
 
 
 def test_launchers_need_only_the_standard_library():
     """They run with the standard library alone."""
-    command = [
-        "launch/gke.py",
-        "n",
-        "--topology=v5e-16",
-        "--image=i",
-        "--bucket=b",
-        "--dry-run",
-        *TRAIN,
-    ]
+    command = ["launch/gke.py", *GKE, "--topology=v5e-16", "--dry-run", *TRAIN]
     result = subprocess.run(
         [sys.executable, "-E", "-S", *command],
         cwd=ROOT,
@@ -375,7 +365,7 @@ def test_launchers_need_only_the_standard_library():
         text=True,
         check=False,
     )
-    assert "tpu-v5-lite-podslice" in result.stdout, result.stderr
+    assert "v5litepod-4x4" in result.stdout, result.stderr
 
 
 def test_launchers_accept_every_verb(capsys):
@@ -384,12 +374,6 @@ def test_launchers_accept_every_verb(capsys):
     assert main(["?"]) == 2
     for verb in capsys.readouterr().err.partition("choose from: ")[2].strip().split(", "):
         launch("local.py", "--dry-run", "--", verb)
-
-
-def pod_of(printed: str) -> dict:
-    """Returns the pod of the manifest that `gke.py --dry-run` prints."""
-    (job,) = json.loads(printed.partition("\n")[2].removesuffix("END\n"))["spec"]["replicatedJobs"]
-    return job["template"]["spec"]["template"]["spec"]
 
 
 V5P = "--topology=v5p-128"

@@ -2,27 +2,14 @@
 
 import json
 import re
+import shlex
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
-from test_launch import ROOT, TRAIN, UP, V5P, launch, pod_of
-
-
-def test_gke_requests_spot_nodes():
-    options = ["n", "--topology=v5e-16", "--image=i", "--bucket=b", "--dry-run"]
-    pod = pod_of(launch("gke.py", *options, "--spot", *TRAIN))
-    assert pod["nodeSelector"]["cloud.google.com/gke-spot"] == "true"
-    (toleration,) = pod["tolerations"]
-    assert toleration == {
-        "key": "cloud.google.com/gke-spot",
-        "operator": "Equal",
-        "value": "true",
-        "effect": "NoSchedule",
-    }
-    assert "gke-spot" not in json.dumps(pod_of(launch("gke.py", *options, *TRAIN)))
-
+from test_launch import GKE, ROOT, TRAIN, UP, V5P, launch
 
 LOCAL = """
 import sys
@@ -68,44 +55,85 @@ def test_local_distinguishes_a_stop_from_a_failure():
     assert launcher.returncode == 143
 
 
-def test_gke_creates_a_job_per_slice_and_a_pod_per_host():
-    options = [
-        "big",
-        "--topology=v5p:4x4x4",
-        "--slices=2",
-        "--image=i",
-        "--bucket=b",
-        "--service-account=s",
-        "--dry-run",
-    ]
-    command, _, manifest = launch("gke.py", *options, *TRAIN).partition("\n")
-    assert command == "kubectl apply --filename=- <<'END'" and manifest.endswith("\nEND\n")
-    spec = json.loads(manifest.removesuffix("END\n"))["spec"]
-    (job,) = spec["replicatedJobs"]
+XPK = """
+bare = ["--help", "--dry-run", "--spot", "--flex", "--on-demand", "--no-use-parallel-containers"]
+valued = {"--workload", "--cluster", "--tpu-type", "--num-slices", "--docker-image", "--storage",
+    "--max-restarts", "--restart-on-exit-codes", "--termination-grace-period-seconds", "--command",
+    "--env-file", "--project", "--zone", "--priority", "--reservation"}
+import json, os, sys
+if sys.argv[1:3] != ["workload", "create"]:
+    sys.exit(f"no {sys.argv[1:3]}")
+options = dict(word.partition("=")[::2] for word in sys.argv[3:] if word not in bare)
+if unknown := options.keys() - valued:
+    sys.exit(f"unknown {unknown}")
+if file := options.get("--env-file"):
+    options["env"], options["mode"] = open(file).read(), os.stat(file).st_mode & 0o777
+json.dump(options, open(FOLDER + "/called", "w"))
+sys.exit(CODE)
+"""
+"""A fake xpk with the options of `xpk workload create` (version 1.9) that are used here."""
+
+
+def fake_xpk(fake_tool, tmp_path, code: int = 0):
+    script = XPK.replace("FOLDER", repr(str(tmp_path))).replace("CODE", str(code))
+    (tmp_path / "xpk.py").write_text(script)
+    return fake_tool("xpk", f'exec {sys.executable} {tmp_path}/xpk.py "$@"')
+
+
+def test_gke_creates_a_workload_with_xpk(fake_tool, tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "the secret")
+    options = [*GKE, V5P, "--slices=2", "--env=WANDB_API_KEY", "--env=LEVEL=2"]
+    path = fake_xpk(fake_tool, tmp_path)
+    out = launch("gke.py", *options, "--xpk=--zone=z", "--xpk=--spot", *TRAIN, path=path)
+    called = json.loads((tmp_path / "called").read_text())
     assert (
-        job["replicas"] == 2
-        and job["template"]["spec"]["completions"] == job["template"]["spec"]["parallelism"] == 16
+        called.pop("env") == "WANDB_API_KEY=the secret\nLEVEL=2\n" and called.pop("mode") == 0o600
     )
-    pod = job["template"]["spec"]["template"]["spec"]
-    assert pod["nodeSelector"] == {
-        "cloud.google.com/gke-tpu-accelerator": "tpu-v5p-slice",
-        "cloud.google.com/gke-tpu-topology": "4x4x4",
+    assert not Path(called.pop("--env-file")).exists() and "the secret" not in out
+    assert called == {
+        "--workload": "n",
+        "--cluster": "c",
+        "--tpu-type": "v5p-4x4x4",
+        "--num-slices": "2",
+        "--docker-image": "i",
+        "--storage": "runs",
+        "--max-restarts": "20",
+        "--restart-on-exit-codes": "1,3-126",
+        "--termination-grace-period-seconds": "120",
+        "--zone": "z",
+        "--command": "cd /transformer && exec python -m transformer train "
+        "--config=experiments/smoke.py '--workdir=runs/a b'",
     }
-    (container,) = pod["containers"]
-    assert (
-        container["command"][:4] == ["python", "-m", "transformer", "train"]
-        and container["command"][-1] == "--workdir=runs/a b"
-    )
-    assert container["resources"]["limits"] == {"google.com/tpu": 4}
-    assert (
-        pod["volumes"][0]["csi"]["volumeAttributes"]["bucketName"] == "b"
-        and pod["serviceAccountName"] == "s"
-    )
-    (rule,) = job["template"]["spec"]["podFailurePolicy"]["rules"]
-    assert rule["onExitCodes"]["values"] == [2] and spec["failurePolicy"]["maxRestarts"] == 20
 
 
-GKE = ["n", "--image=i", "--bucket=b"]
+def test_gke_returns_the_code_of_xpk(fake_tool, tmp_path):
+    launch("gke.py", *GKE, V5P, *TRAIN, path=fake_xpk(fake_tool, tmp_path, 3), code=3)
+
+
+def test_run_in_the_container_receives_the_signal_of_xpk(tmp_path):
+    """xpk's container sends SIGTERM to the subshell of the command, which must be the run."""
+    (tmp_path / "python").write_text(
+        "#!/bin/bash\ntrap 'kill %1; echo saved; exit 143' TERM\nsleep 20 &\necho up\nwait\n"
+    )
+    (tmp_path / "python").chmod(0o755)
+    printed = launch("gke.py", *GKE, V5P, "--dry-run", *TRAIN)
+    (command,) = (word for word in shlex.split(printed) if word.startswith("--command="))
+    command = command.removeprefix("--command=").replace("/transformer ", f"{tmp_path} ", 1)
+    wrapper = f"""
+_sigterm() (kill -SIGTERM $! 2>/dev/null;); trap _sigterm SIGTERM
+({command}) & PID=$!
+while kill -0 $PID 2>/dev/null; do sleep 0.2; done
+wait $PID; exit $?
+"""
+    process = subprocess.Popen(
+        ["bash", "-c", wrapper],
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin"},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout.readline() == "up\n"
+    process.send_signal(signal.SIGTERM)
+    assert process.communicate(timeout=15)[0] == "saved\n" and process.returncode == 143
 
 
 SHAPES = "a TPU v5e slice is one of 1x1, 2x2, 2x4, 4x4, 4x8, 8x8, 8x16, 16x16"
@@ -126,16 +154,19 @@ SHAPES = "a TPU v5e slice is one of 1x1, 2x2, 2x4, 4x4, 4x8, 8x8, 8x16, 16x16"
         ("gke.py", [*GKE, V5P, "--slices=0", *TRAIN], "--slices: 0 is too small; set 1 or more"),
         ("gke.py", [*GKE, V5P, "--restarts=-1", *TRAIN],
          "--restarts: -1 is too small; set 0 or more"),
-        ("gke.py", ["n_1", "--image=i", V5P, *TRAIN],
+        ("gke.py", ["n_1", *GKE[1:], V5P, *TRAIN],
          "NAME: 'n_1' is not a valid name; write at most 40 lowercase letters"),
+        ("gke.py", [*GKE[:-1], V5P, *TRAIN],
+         "--workdir: 'runs/a b' would be lost with the machine; keep runs/ in a bucket with --"),
         ("gke.py", ["n", "--image=i", V5P, *TRAIN],
-         "--workdir: 'runs/a b' would be lost with the machine; keep runs/ in a bucket"),
+         "the following arguments are required: --cluster; see gke.py --help"),
+        ("gke.py", [*GKE, V5P, "--", "train", "--workdir=runs/a\nb"],
+         "an option after -- contains a line break, which xpk cannot pass on"),
+        ("gke.py", [*GKE, V5P, "--env=A=1\n2", *TRAIN], "--env: the value of A has several lines"),
         ("gke.py", [*GKE, V5P, "--", "train", "--workdir", "out/a"],
          "--workdir: 'out/a' would be lost with the machine; write runs/"),
         ("gke.py", [*GKE, V5P, "--", "train", "--workdir=runs/../a"],
          "--workdir: 'runs/../a' would be lost with the machine"),
-        ("gke.py", ["n", "--image=i", "--bucket=b/runs", V5P, *TRAIN],
-         "--bucket: 'b/runs' is not the name of a bucket; write NAME or gs://NAME"),
         ("gke.py", [*GKE, V5P, "--", "trian"], "no verb 'trian' after --; choose from: train, "),
         ("tpu_vm.py", ["up", "n", "--zone=z", *TRAIN], "--type: missing; set the kind of TPU"),
         ("tpu_vm.py", ["up", "n"],
@@ -152,6 +183,11 @@ SHAPES = "a TPU v5e slice is one of 1x1, 2x2, 2x4, 4x4, 4x8, 8x8, 8x16, 16x16"
          "write at most 40 lowercase letters"),
         ("tpu_vm.py", ["create", "a-", "--zone=z", "--type=v4-8"],
          "NAME: 'a-' is not a valid name; write at most 40 lowercase letters"),
+        ("tpu_vm.py", [*UP, "--bucket=b/runs", *TRAIN],
+         "--bucket: 'b/runs' is not the name of a bucket; write NAME or gs://NAME"),
+        ("tpu_vm.py", [*UP, "--slices=0", *TRAIN], "--slices: 0 is too small; set 1 or more"),
+        ("tpu_vm.py", ["up", "n", "--zone=z", "--type=v5e-8", "--slices=2", *TRAIN],
+         "--type: 2 times 'v5e-8' has more than one host, and all must share --workdir"),
         ("tpu_vm.py", [*UP, "--spot", *TRAIN],
          "--spot: the run's checkpoints would be lost when the TPU is preempted"),
         ("tpu_vm.py", ["up", "n", "--zone=z", "--type=v5e-16", "--", "train", "--workdir=/data/x"],
@@ -197,7 +233,7 @@ def test_missing_tool_is_named():
     for script, options, tool in (
         ("slurm.py", [], "sbatch"),
         ("tpu_vm.py", UP, "gcloud"),
-        ("gke.py", [*GKE, V5P], "kubectl"),
+        ("gke.py", [*GKE, V5P], "xpk"),
     ):
         command = [sys.executable, f"launch/{script}", *options, *TRAIN]
         result = subprocess.run(

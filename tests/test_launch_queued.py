@@ -1,0 +1,147 @@
+"""The launcher for TPU VMs: queued resources, several slices, interrupts and prices."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from test_launch import ROOT, TRAIN, UP, launch
+
+QUEUED = [*UP, "--queued", "--bucket=b"]
+
+
+def queue(tmp_path, states: str) -> str:
+    """Returns a fake gcloud whose queued resource goes through `states`, one a call of describe.
+
+    Creating it fails while it exists. A run ends with the code in the file `code`, or 0.
+    """
+    return f"""
+log={tmp_path}/log; echo "$@" >> $log
+case "$*" in
+  *failedData*) cat {tmp_path}/problem 2> /dev/null;;
+  *describe*) n=$(cat {tmp_path}/n 2> /dev/null || echo 0); echo $((n + 1)) > {tmp_path}/n
+    set -- {states}; shift $n; [ "$1" = absent ] && exit 1; echo "$1 v5p-8";;
+  *run.code*exit*) code=$(cat {tmp_path}/code 2> /dev/null || echo 0); rm -f {tmp_path}/code
+    exit $code;;
+esac
+"""
+
+
+def test_queued_tpu_waits_for_the_cloud(fake_tool, tmp_path):
+    states = "absent ACCEPTED WAITING_FOR_RESOURCES WAITING_FOR_RESOURCES PROVISIONING ACTIVE"
+    path = fake_tool("gcloud", queue(tmp_path, states))
+    launch("tpu_vm.py", *QUEUED, *TRAIN, path=path)
+    log = (tmp_path / "log").read_text()
+    assert log.count(" create ") == 1 and log.count(" describe ") == 6 and "tpu-vm" not in log
+    create = next(line for line in log.splitlines() if " create " in line)
+    assert create == (
+        "compute tpus queued-resources create my-tpu --zone=z --accelerator-type=v5p-8 "
+        "--runtime-version=v2-alpha-tpuv5 --node-id=my-tpu"
+    )
+    assert log.index(" describe ") < log.index(" create ") < log.index(" scp ")
+
+
+def test_queued_tpu_is_requested_again_after_a_preemption(fake_tool, tmp_path):
+    """The run fails when the TPU is preempted. The suspended request is deleted and made again."""
+    (tmp_path / "code").write_text("255")
+    path = fake_tool("gcloud", queue(tmp_path, "absent ACTIVE SUSPENDED CREATING ACTIVE"))
+    launch("tpu_vm.py", *QUEUED, "--spot", *TRAIN, path=path)
+    verbs = [line.split()[3] for line in (tmp_path / "log").read_text().splitlines()]
+    attempt = ["scp", "ssh", "ssh", "ssh"]
+    assert [verb for verb in verbs if verb != "describe"] == (
+        ["create", *attempt, "delete", "create", *attempt]
+    )
+    assert " delete my-tpu --zone=z --quiet --force" in (tmp_path / "log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("problem", "code", "created"),
+    [("Quota limit 'TPUs' has been exceeded. Limit: 0", 2, 1), ("no capacity in time", 1, 2)],
+)
+def test_request_that_fails_is_made_again_unless_the_quota_is_exceeded(
+    fake_tool, tmp_path, problem, code, created
+):
+    (tmp_path / "problem").write_text(problem)
+    path = fake_tool("gcloud", queue(tmp_path, "absent FAILED FAILED FAILED"))
+    errors = launch("tpu_vm.py", *QUEUED, "--restarts=1", *TRAIN, path=path, code=code)
+    assert (tmp_path / "log").read_text().count(" create ") == created
+    assert f"launch: my-tpu is FAILED: {problem}" in errors and "billed" not in errors
+
+
+def test_slices_are_one_request(tmp_path):
+    options = ["my-tpu", "--zone=z", "--type=v5e-16", "--slices=4", "--bucket=b", "--spot"]
+    lines = launch("tpu_vm.py", "up", *options, "--dry-run", *TRAIN).splitlines()
+    create, _, scp, install, start, follow = lines
+    assert create == (
+        "gcloud compute tpus queued-resources create my-tpu --zone=z "
+        "--accelerator-type=v5litepod-16 --runtime-version=v2-alpha-tpuv5-lite --node-count=4 "
+        "--node-prefix=my-tpu --spot"
+    )
+    assert all(" --node=all --worker=all" in line for line in (scp, install, start))
+    assert "--node" not in follow and " --worker=0 " in follow
+    for verb in ("stop", "status", "delete"):
+        assert "queued-resources" in launch("tpu_vm.py", verb, *options, "--dry-run")
+
+
+def interrupt(environment, said: str, *options: str) -> tuple[int, str]:
+    """Starts tpu_vm.py, sends SIGINT when it has printed `said`, and returns code and output."""
+    process = subprocess.Popen(
+        [sys.executable, "launch/tpu_vm.py", *options],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    printed = ""
+    while said not in printed:
+        printed += process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    printed += process.communicate(timeout=20)[0]
+    return process.returncode, printed
+
+
+@pytest.mark.parametrize("queued", [False, True])
+def test_interrupted_launcher_says_what_remains(fake_tool, tmp_path, queued):
+    """Ctrl-C while the run is followed, and while the request waits in the queue."""
+    script = 'case "$*" in *run.code*exit*) echo "step 1"; sleep 2;; esac'
+    if queued:
+        script = 'case "$*" in *describe*) echo WAITING_FOR_RESOURCES;; esac'
+    path = fake_tool("gcloud", script)
+    environment = os.environ | {"PATH": f"{path}:{os.environ['PATH']}"}
+    options = [*UP, *(["--queued"] * queued), "--wait=1"]
+    said = "my-tpu is WAITING_FOR_RESOURCES" if queued else "step 1"
+    code, printed = interrupt(environment, said, *options, *TRAIN)
+    assert code == 130 and "Traceback" not in printed
+    stays = "stays in the queue" if queued else "stays up and is billed"
+    flag = " --queued" * queued
+    assert printed.endswith(
+        f"launch: my-tpu {stays} until it is deleted: "
+        f"python launch/tpu_vm.py delete my-tpu --zone=z{flag}\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "price"),
+    [
+        (["--type=v5p-128"], "launch: 64 chips, 268.80 USD per hour, 6,451.20 per day (4.20 per "),
+        (["--type=v5e-16", "--slices=2"], "launch: 32 chips, 38.40 USD per hour, "),
+        (["--type=v5e:1x1", "--price=0.5"],
+         "launch: 1 chip, 0.50 USD per hour, 12.00 per day (0.50 per chip-hour)\n"),
+    ],
+)  # fmt: skip
+def test_price_is_shown_first(options, price):
+    """The chips of all slices are counted. Without --price, the price is the list price."""
+    command = ["launch/tpu_vm.py", "create", "n", "--zone=z", *options, "--dry-run"]
+    result = subprocess.run(
+        [sys.executable, *command],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=os.environ | {"PYTHONUNBUFFERED": "1"},
+        text=True,
+        check=True,
+    )
+    assert result.stdout.startswith(price)
+    assert ("list price" in result.stdout) == ("--price=0.5" not in options)
