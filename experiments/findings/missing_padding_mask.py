@@ -15,9 +15,22 @@ in training and in evaluation. Both are evaluated with and without the mask, wit
 At a larger scale (the base model of Vaswani et al. 2017, sources of 64 tokens; TPU v5e-8):
 --config=experiments/findings/missing_padding_mask.py:large
 
-Hardware  two CPU cores, 8 minutes beside other work
+Hardware  two CPU cores, 7 minutes beside other work
 
-Measured: not yet.
+Measured (two cores of an AMD EPYC; test split, mean and 95 % interval over three seeds, nats per
+token, with sources padded to 24, 48 and 96 tokens):
+
+    trained          evaluated       padded to 24    padded to 48    padded to 96
+    with the mask    with it         4.069 +- 0.024  4.079 +- 0.024  4.079 +- 0.024
+    with the mask    without it      4.565 +- 0.163  4.719 +- 0.185  4.815 +- 0.167
+    without it       without it      4.110 +- 0.029  4.224 +- 0.185  4.416 +- 0.361
+    without it       with the mask   4.388 +- 0.314  4.394 +- 0.310  4.394 +- 0.310
+
+With the mask, the loss does not depend on the padding. (The difference of 0.010 between 24 and 48
+tokens comes from the longer sources; between 48 and 96, it is less than 0.000001.) A model that is
+trained with the mask and evaluated without it loses 0.50 nats, and more with more padding. A model
+that is trained without the mask learns to ignore padding, but only in the amount that it has seen:
+it is nearly as good at 24 tokens, and 0.31 nats worse at 96.
 """
 
 import dataclasses

@@ -11,9 +11,20 @@ LayerNorm without gain and offset (LayerNorm-simple) is as good as LayerNorm or 
 At a larger scale (110 M parameters, GPT-2's size, sequences of 1,024; TPU v5e-8):
 --config=experiments/findings/xu_2019.py:large
 
-Hardware  two CPU cores, 18 runs
+Hardware  two CPU cores, 18 runs, 20 minutes beside other work
 
-Measured: not yet.
+Measured (two cores of an AMD EPYC; test/loss with its 95 % interval over three seeds; difference
+from LayerNorm under the same placement, paired by seed):
+
+    norm        pre: test/loss       difference    post: test/loss       difference
+    LayerNorm   4.902 +- 0.015                       4.722 +- 0.014
+    simple      4.913 +- 0.018  0.011 +- 0.006       4.740 +- 0.011  0.018 +- 0.004
+    detached    5.560 +- 0.096  0.658 +- 0.102       5.422 +- 0.047  0.700 +- 0.061
+
+The first claim is confirmed: most of what LayerNorm gains comes through the gradients of its
+statistics, under both placements. The second is not: without gain and offset, the loss is slightly
+higher, in every seed. Xu et al. find that gain and offset overfit, and train for many epochs; here,
+no token is read twice.
 """
 
 import ml_collections
