@@ -329,15 +329,13 @@ def test_every_experiment_file_builds_every_arm(file, isolate_registries):
     spec.loader.exec_module(module)
     assert f"--config={file.relative_to(ROOT)}" in module.__doc__
     assert "?" in module.__doc__ and "Hardware" in module.__doc__
-    configs = (
-        list(load_arms(str(file))[1].values())
-        if hasattr(module, "sweep")
-        else [load_experiment(str(file))]
-    )
+    sweeps = hasattr(module, "sweep")
+    load = lambda name: list(load_arms(name)[1].values()) if sweeps else [load_experiment(name)]
+    configs = load(str(file))
     # At the scale of the paper, every arm is loaded but only one is built.
     for scale in getattr(module, "ARGUMENTS", ())[1:]:
         assert f"--config={file.relative_to(ROOT)}:{scale}" in module.__doc__
-        configs += list(load_arms(f"{file}:{scale}")[1].values())[:1]
+        configs += load(f"{file}:{scale}")[:1]
     for config in configs:
         with use(make_mesh(config.mesh)) as mesh:
             abstract, _ = abstract_state(

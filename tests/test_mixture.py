@@ -2,12 +2,15 @@
 
 import collections
 import dataclasses
+import importlib.util
 from fractions import Fraction
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
+from transformer import load_experiment
 from transformer.config import Experiment
 from transformer.data.mixture import Turns, of_temperature
 from transformer.data.pipeline import open_data
@@ -244,3 +247,19 @@ def test_translation_beside_other_text(files, tmp_path):
     config = dataclasses.replace(config, train=train_config, decoding=decoding)
     train(config, tmp_path / "run")
     assert evaluate(tmp_path / "run", "valid")["sentences"] == 20
+
+
+def test_mixture_of_the_experiment_for_a_pod(tmp_path, monkeypatch):
+    """experiments/scale/web.py generates its text. Its last tenth has other shares."""
+    file = Path(__file__).parent.parent / "experiments" / "scale" / "web.py"
+    spec = importlib.util.spec_from_file_location("web", file)
+    spec.loader.exec_module(web := importlib.util.module_from_spec(spec))
+    monkeypatch.chdir(tmp_path)
+    web.write(web.FOLDER, documents=60)
+    config = load_experiment(f"{file}:small", {"data.held_out": 5, "data.tokenizer.kind": "char"})
+    batches = open_data(config).batches("train")
+    assert batches[0]["targets"].shape == (16, 64)
+    sizes = [source.num_sequences for source in batches._sources]
+    count = lambda steps: np.array(list(batches.epochs(steps).values())) * sizes
+    assert count(180) == pytest.approx(np.array([0.8, 0.15, 0.05]) * 180 * 16, abs=3)
+    assert count(200) - count(180) == pytest.approx(np.array([0.4, 0.3, 0.3]) * 20 * 16, abs=6)
