@@ -129,8 +129,7 @@ def score(
     run = run if isinstance(run, LoadedRun) else load_run(run)
     tokenizer = check_tokenizer(run.tokenizer)
     with use(run.mesh):
-        size = run.config.decoding.batch_size
-        scorer = Scorer(run.config, run.params, tokenizer, run.mesh, size)
+        scorer = Scorer(run.config, run.params, tokenizer, run.mesh, run.config.decoding.batch_size)
         return score_texts(scorer, texts, contexts)
 
 

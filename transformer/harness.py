@@ -140,8 +140,7 @@ def evaluate_tasks(
     for name in tasks:
         if not manager.match_tasks([name]):
             raise UserError(f"--tasks: no task {name!r}; {nearest(name, manager.all_tasks)}")
-    model = HarnessLM(run)
-    results = simple_evaluate(model, tasks=list(tasks), task_manager=manager, **options)
+    results = simple_evaluate(HarnessLM(run), tasks=list(tasks), task_manager=manager, **options)
     if results is None:  # not the first process
         return ""
     results.pop("config", None)

@@ -125,8 +125,7 @@ def save_hf(
         raise UserError(f"{directory}: exists and is not an empty directory; choose another")
     with new_folder(directory) as target:
         _write_tensors(target, _tensors(chosen, config, unbox(params)))
-        settings = theirs | {"dtype": config.param_dtype} | dict(fields)
-        write_json(target / "config.json", settings)
+        write_json(target / "config.json", theirs | {"dtype": config.param_dtype} | dict(fields))
         for name, content in files.items():
             (target / name).write_bytes(content)
 

@@ -123,8 +123,7 @@ class Batches(Stream):
         if current is None or current[0] != epoch:
             shuffle = np.asarray
             if self._seed is not None:
-                generator = np.random.Generator(np.random.Philox(key=[self._seed, epoch]))
-                shuffle = generator.permutation
+                shuffle = np.random.Generator(np.random.Philox(key=[self._seed, epoch])).permutation
             pairs = zip(self._members, self._sizes, strict=True)
             starts = lambda members, size: range(size, len(members), size)
             pools = [iter(np.split(shuffle(x), starts(x, size))) for x, size in pairs]
@@ -149,16 +148,14 @@ class MixedBatches(Stream):
         return self._sources[0].fill(lambda i: self._row(step * self._size + i))
 
     def epochs(self, steps):
-        counts = zip(
-            self._names, self._turns.counts(steps * self._size), self._sources, strict=True
-        )
-        return {name: count / source.num_sequences for name, count, source in counts}
+        counts = self._turns.counts(steps * self._size)
+        parts = zip(self._names, self._sources, counts, strict=True)
+        return {name: count / source.num_sequences for name, source, count in parts}
 
     def _row(self, n: int) -> Sequence[Segment]:
         source, number = self._turns(int(n))
         batches = self._sources[source]
-        index = self._orders[source][number]
-        return batches.segments(number // batches.num_sequences, index)
+        return batches.segments(number // batches.num_sequences, self._orders[source][number])
 
 
 class JoinedBatches(Stream):

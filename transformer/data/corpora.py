@@ -66,8 +66,7 @@ def _wikitext2(folder: Path, read: Callable[[str], bytes]) -> None:
     for split in ("train", "valid", "test"):
         text = gzip.decompress(read(_WIKITEXT.format(split))).decode("utf-8")
         starts = [m.start() for m in re.finditer(r"^ \n = [^=\n]+ = \n \n", text, flags=re.M)]
-        bounds = [0, *starts[1:], len(text)]
-        articles = [text[a:b] for a, b in itertools.pairwise(bounds)]
+        articles = [text[a:b] for a, b in itertools.pairwise([0, *starts[1:], len(text)])]
         assert "".join(articles) == text
         _write_documents(folder / f"{split}.jsonl", articles)
 

@@ -192,8 +192,7 @@ class _Text:
                 lower = f"use at most {limit:,}, or " if limit else ""
                 way_out = f"{lower}set data.valid and data.test"
                 raise UserError(f"data.held_out: {problem} for training; {way_out}")
-        in_part = self._assigned == split.SPLITS.index(part)
-        pairs = zip(self._file("train"), in_part, strict=True)
+        pairs = zip(self._file("train"), self._assigned == split.SPLITS.index(part), strict=True)
         yield from (example for example, is_in_part in pairs if is_in_part)
 
     def train(self) -> Iterator[Example]:

@@ -161,8 +161,7 @@ class Ending:
             raise UserError(f"eos_id: not set, so no sequence would end; {way_out}")
         if len(set(suppressed)) == config.vocab_size:
             raise UserError("suppress_tokens: the whole vocabulary; leave one token out")
-        fill_id = eos_ids[0] if pad_id is None else pad_id
-        return cls(eos_ids, fill_id, suppressed)
+        return cls(eos_ids, eos_ids[0] if pad_id is None else pad_id, suppressed)
 
     def ends(self, token: jax.Array) -> jax.Array:
         """Whether each token ends a sequence: bool, of the same shape as `token`."""

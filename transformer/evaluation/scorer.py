@@ -80,8 +80,7 @@ class Scorer:
     def _scores(self, params, batch):
         hidden, _, batch = self._subject.watch(params, batch)
         losses_BxT, greedy_BxT = self._subject.predict(*hidden, batch["targets"])
-        is_greedy_BxT = greedy_BxT == batch["targets"]
-        return -losses_BxT, is_greedy_BxT, batch["positions"], batch["weights"]
+        return -losses_BxT, greedy_BxT == batch["targets"], batch["positions"], batch["weights"]
 
 
 def _batches(

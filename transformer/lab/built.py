@@ -103,5 +103,4 @@ def _of_model(config: Experiment) -> tuple[str, Any]:
 
 
 def _hash(*lowered) -> str:
-    text = "\n".join(program.as_text() for program in lowered)
-    return hashlib.sha256(text.encode()).hexdigest()
+    return hashlib.sha256("\n".join(program.as_text() for program in lowered).encode()).hexdigest()

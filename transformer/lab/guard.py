@@ -192,8 +192,7 @@ def _spell(name: str, arm_facts: Facts, other: Facts) -> str:
     value = getattr(arm_facts, name)
     if isinstance(value, tuple):
         return ", ".join(x for x in value if x not in getattr(other, name)) or "none of these"
-    formats = {"parameters": "{:,}", "flops": "{:,.0f} per token"}
-    return formats.get(name, "{}").format(value)
+    return {"parameters": "{:,}", "flops": "{:,.0f} per token"}.get(name, "{}").format(value)
 
 
 def _settings(tree: dict) -> tuple[str, ...]:

@@ -133,8 +133,7 @@ class Unembedding(nn.Module):
         if cfg.head_transform:
             names = ("embed", "transform")
             transform = Linear(cfg, (cfg.d_model,), names, cfg.use_bias, name="transform")
-            act = ACTIVATIONS[cfg.activation]
-            h_BxTxE = cfg.norm_module(name="norm")(act(transform(h_BxTxE)))
+            h_BxTxE = cfg.norm_module(name="norm")(ACTIVATIONS[cfg.activation](transform(h_BxTxE)))
         if cfg.embedding_size != cfg.d_model:
             project = Linear(cfg, (cfg.embedding_size,), ("embed", None), False, name="project")
             h_BxTxE = project(h_BxTxE)

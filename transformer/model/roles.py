@@ -35,8 +35,7 @@ def role(path: str, names: tuple[str | None, ...]) -> str:
         return "unembedding"
     if len(names) > 1 and (path.endswith("/kernel") or (in_layers and "embed" in names)):
         is_gate = names == ("embed", "heads") or "streams" in names
-        is_matrix = in_layers and any(names) and not is_gate
-        return "matrix" if is_matrix else "readout"
+        return "matrix" if in_layers and any(names) and not is_gate else "readout"
     if "embedding" in path.split("/")[0] or names == ("positions", "embed"):
         return "embedding"
     is_table = re.fullmatch(r"(encoder|decoder)/\w+", path) or {"positions", "buckets"} & {*names}

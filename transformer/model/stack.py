@@ -130,8 +130,7 @@ class Stack(nn.Module):
         last, sublayers = cfg.last_placement(self.side), cfg.residuals(self.side)
         passed = None
         if cfg.value_residual:  # zeros stand for the first layer's values, until it computes them
-            shape = (*x_BxTxD.shape[:2], cfg.kv_heads, cfg.value_size)
-            passed = jnp.zeros(shape, x_BxTxD.dtype)
+            passed = jnp.zeros((*x_BxTxD.shape[:2], cfg.kv_heads, cfg.value_size), x_BxTxD.dtype)
         carry = last.begin(x_BxTxD, sublayers), passed
         (streams, _), layers = self._layers(carry, cache, schemes, context, deterministic)
         if cache is not None:

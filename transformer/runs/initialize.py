@@ -118,8 +118,7 @@ def _match(train: TrainConfig, targets: Mapping, sources: Mapping) -> set[str]:
         raise UserError(f"train.init_drop: {listed(unset, 4)} would not be initialized; {way_out}")
     for name in sorted(names):
         here, there = list(targets[name]), list(sources[name])
-        is_table = name.split("/")[-1].startswith("position_embedding")
-        if is_table and train.init_positions != "same":
+        if name.split("/")[-1].startswith("position_embedding") and train.init_positions != "same":
             there[0] = here[0]
         can_pool = _is_kv(name) and there[-2] % here[-2] == 0
         if can_pool and train.init_kv_heads == "mean":

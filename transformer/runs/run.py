@@ -268,8 +268,7 @@ def _resume(checkpoints: Checkpoints, program: Program) -> tuple[TrainState, dic
         if (model := model_in(layout)) == config.model:
             return abstract
         saved_config = dataclasses.replace(config, model=model)
-        saved_model = build_model(model)
-        return abstract_state(saved_config, saved_model, program.optimizer, program.mesh)[0]
+        return abstract_state(saved_config, build_model(model), program.optimizer, program.mesh)[0]
 
     state, record = checkpoints.newest_intact(lambda step: checkpoints.restore(step, abstract_in))
     if (saved := model_in(record.layout)) != config.model:

@@ -118,8 +118,7 @@ def _decay(weight_decay: float, rules) -> optax.GradientTransformation:
     """Adds weight decay to the updates of `decayed` parameters, each with its multiplier."""
 
     def add(path, u, w, is_decayed):
-        multiplier = rules[path_name(path)][1].weight_decay
-        return u + weight_decay * multiplier * w if is_decayed else u
+        return u + weight_decay * rules[path_name(path)][1].weight_decay * w if is_decayed else u
 
     to_all = lambda us, ws: jax.tree_util.tree_map_with_path(add, us, ws, decayed(ws))
     return optax.stateless(to_all)

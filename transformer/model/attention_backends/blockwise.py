@@ -58,8 +58,7 @@ def needed(inputs: Inputs, T: int, S: int, sizes: tuple[int, int]) -> tuple[tupl
     the queries of a causal mask, or entirely outside a window."""
     t, s = sizes
     pairs = [(i, j) for i in range(-(-T // t)) for j in range(-(-S // s))]
-    sorted_orders = ("contiguous", "increasing")
-    is_sorted = inputs.q_tokens.order == inputs.k_tokens.order in sorted_orders
+    is_sorted = inputs.q_tokens.order == inputs.k_tokens.order in ("contiguous", "increasing")
     if not (inputs.mask.within and is_sorted and T == S):
         return tuple(pairs)
     past = lambda i, j: i * t - (j + 1) * s + 1  # from the last key to the first query

@@ -43,5 +43,4 @@ class MLP(nn.Module):
         h_BxTxF = constrain(h_BxTxF, ("batch", "length", "activation_ff"))
         h_BxTxF = Dropout(cfg.activation_dropout)(h_BxTxF, deterministic)
         gain = self.gain * self.out_gain
-        out = Linear(cfg, (cfg.d_model,), ("ff", "embed"), cfg.use_bias, gain, name="out")
-        return out(h_BxTxF)
+        return Linear(cfg, (cfg.d_model,), ("ff", "embed"), cfg.use_bias, gain, name="out")(h_BxTxF)

@@ -149,8 +149,7 @@ class Attention(nn.Module):
     ):
         """Returns the output, [B, T, D]. `tokens` are those of the queries and of the keys."""
         cfg = self.config
-        arguments = q_and_kv, mask, tokens, position, deterministic, index, layer
-        out_BxTxNxH = self._inner(*arguments)
+        out_BxTxNxH = self._inner(q_and_kv, mask, tokens, position, deterministic, index, layer)
         if cfg.attention_gate:
             out_BxTxNxH *= jax.nn.sigmoid(self._gate(x_BxTxD))
         if not cfg.attention_out:
@@ -197,8 +196,7 @@ def shard_heads(x_BxTxNxH: jax.Array) -> jax.Array:
 def merge_heads(module: nn.Module, out_BxTxNxH: jax.Array, bias: bool) -> jax.Array:
     """Returns the output projection of a mixer's heads, [B, T, D]; its matrix is W_O."""
     cfg, names, gain = module.config, ("heads", "head", "embed"), module.gain * module.out_gain
-    out = Linear(cfg, (cfg.d_model,), names, bias, gain, name="out")
-    return out(shard_heads(out_BxTxNxH))
+    return Linear(cfg, (cfg.d_model,), names, bias, gain, name="out")(shard_heads(out_BxTxNxH))
 
 
 class SourceAttention(Attention):

@@ -83,8 +83,7 @@ class Shaw(Position):
         return jnp.clip(-distance, -k, k) + k
 
     def score(self, logits_BxNxTxS, q_BxTxNxH, k_BxSxNxH, pair):
-        products_BxNxTxR = _products(q_BxTxNxH, self.keys_RxH)
-        terms_BxNxTxS = _pick(products_BxNxTxR, self._index(pair.distance_BxTxS))
+        terms_BxNxTxS = _pick(_products(q_BxTxNxH, self.keys_RxH), self._index(pair.distance_BxTxS))
         return logits_BxNxTxS + pair.scale * terms_BxNxTxS
 
     def value(self, out_BxTxNxH, weights_BxNxTxS, pair):
@@ -185,8 +184,7 @@ class Deberta(Position):
 
     def bind(self, param, facts):
         name, distances = "relative_embedding", 2 * self.max_distance
-        table = _table(param, facts, name, distances, facts.d_model, "embed")
-        return self.replace(table_RxD=table)
+        return self.replace(table_RxD=_table(param, facts, name, distances, facts.d_model, "embed"))
 
     def bind_layer(self, param, facts):
         def project(name):

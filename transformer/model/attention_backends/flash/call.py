@@ -104,8 +104,7 @@ class Call:
         numbers = t, s, reach, inputs.soft_cap, dropout, N, not whole, vmem, platform() == "cpu"
         tiles = (EACH,) if terms.ends is None else (EACH, NONE) if causal else (EACH, ONE, NONE)
         # The share of pairs that a causal mask allows differs between pairs of blocks.
-        mask = inputs.mask if whole else REAL
-        scope = pairs(mask, inputs.q_tokens, T + more_T, S + more_S)
+        scope = pairs(inputs.mask if whole else REAL, inputs.q_tokens, T + more_T, S + more_S)
         call = Call(Settings(*numbers, tiles), scope, bool(jax.tree.leaves(position)))
         limits = Limits.of(inputs).pad(more_T, more_S).replace(kinds_1xIxJ=kinds)
         q, k, v = pad(scaled, more_T), pad(k_BxSxKxH, more_S), pad(v_BxSxKxV, more_S)
