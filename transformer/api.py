@@ -23,6 +23,8 @@ from transformer.runs.evaluate import LoadedRun, evaluate as evaluate_trained, l
 from transformer.runs.loop import train as train_in
 from transformer.runs.rundir import is_converted, load_config
 
+AnyRun = LoadedRun | str | os.PathLike  # a loaded run, or its directory
+
 
 def train(
     experiment: str | Mapping | Experiment,
@@ -70,7 +72,7 @@ def load_run(workdir: str | os.PathLike, overrides: Mapping[str, Any] = NOTHING)
         return load_trained(workdir, config, mesh)
 
 
-def evaluate(run: LoadedRun | str | os.PathLike, part: str = "test") -> dict[str, Any]:
+def evaluate(run: AnyRun, part: str = "test") -> dict[str, Any]:
     """Evaluates a run on its held-out text and returns the metrics by name.
 
     Args:
@@ -86,9 +88,7 @@ def evaluate(run: LoadedRun | str | os.PathLike, part: str = "test") -> dict[str
         return evaluate_trained(run, run.mesh, part)
 
 
-def generate(
-    run: LoadedRun | str | os.PathLike, texts: Sequence[str], **decoding: Any
-) -> list[str]:
+def generate(run: AnyRun, texts: Sequence[str], **decoding: Any) -> list[str]:
     """Translates texts (encoder-decoder) or continues them (decoder).
 
     Args:
@@ -107,9 +107,7 @@ def generate(
         return Generator(config, run.params, run.tokenizer)(texts)
 
 
-def score(
-    run: LoadedRun | str | os.PathLike, texts: Sequence[str], contexts: Sequence[str] = ()
-) -> list[Scores]:
+def score(run: AnyRun, texts: Sequence[str], contexts: Sequence[str] = ()) -> list[Scores]:
     """Computes the log-probability of each token of texts.
 
     Args:
@@ -133,9 +131,7 @@ def score(
         return score_texts(scorer, texts, contexts)
 
 
-def embed(
-    run: LoadedRun | str | os.PathLike, texts: Sequence[str], pooling: str = "mean"
-) -> np.ndarray:
+def embed(run: AnyRun, texts: Sequence[str], pooling: str = "mean") -> np.ndarray:
     """Computes a vector for each text: the pooled last hidden states, float32[texts, d_model].
 
     Args:
