@@ -244,17 +244,11 @@ class EncoderDecoder(_Family):
     ) -> tuple[jax.Array, Head]:
         """Returns the head's input, [B, T, E], and the head. `options` are those of the target."""
         check_same_documents(options.get("segment_ids"), source_segment_ids)
-        encoded = self.encode(
-            source_BxS,
-            positions=source_positions,
-            segment_ids=source_segment_ids,
-            padding_mask=source_padding_mask,
-            deterministic=deterministic,
-            dropout_rate=dropout_rate,
-            order=source_order,
-        )
-        args = target_BxT, encoded, None, deterministic, dropout_rate
-        return self.read(self._decoder(*args, **options)[0])
+        dropout = {"deterministic": deterministic, "dropout_rate": dropout_rate}
+        of_source = {"positions": source_positions, "segment_ids": source_segment_ids}
+        of_source |= {"padding_mask": source_padding_mask, "order": source_order}
+        encoded = self.encode(source_BxS, **of_source, **dropout)
+        return self.read(self._decoder(target_BxT, encoded, None, **dropout, **options)[0])
 
     def encode(
         self, source_BxS, *, deterministic=True, dropout_rate=None, **options

@@ -144,11 +144,9 @@ class Stack(nn.Module):
         score = jax.random.uniform(self.make_rng("dropout"), (shape[0], cfg.random_positions))
         drawn = jnp.sort(jnp.argsort(score, axis=1)[:, : cfg.max_length], axis=1)
         spread = lambda p_BxT: jnp.take_along_axis(drawn, jnp.broadcast_to(p_BxT, shape), axis=1)
-        return tokens.replace(
-            positions_BxT=spread(tokens.positions_BxT),
-            until_BxT=jax.tree.map(spread, tokens.until_BxT),
-            order="increasing" if tokens.order == "contiguous" else tokens.order,
-        )
+        positions_BxT, until_BxT = jax.tree.map(spread, (tokens.positions_BxT, tokens.until_BxT))
+        order = "increasing" if tokens.order == "contiguous" else tokens.order
+        return tokens.replace(positions_BxT=positions_BxT, until_BxT=until_BxT, order=order)
 
     def _schemes(self) -> tuple[positions.Position, ...]:
         """Returns the distinct schemes, bound to their parameters; from the second on, numbered."""
@@ -236,30 +234,22 @@ class Stack(nn.Module):
         """Applies the layers sharded over "stage" (pipeline.py)."""
         cfg, (_, stages), rounds = self.config, axis_of("layers"), self.config.pipeline_rounds
         repeat = lambda x: jnp.broadcast_to(x, (_batch(carry), *x.shape[1:]))
-        to_batch = functools.partial(jax.tree.map, repeat)
         repeats = len(cfg.layers(self.side)) // cfg.period(self.side)
         module, args = self._loop(repeats // rounds // stages, deterministic)
 
         def layers(own, carry, context: Context, schemes, key):
             position = self._of_period(self._of_layers(schemes, context.tokens))
             params, index = own
-            (carry, _), sown = module(*args, parent=None).apply(
-                {"params": params},
-                carry,
-                (None, index),
-                position,
-                context,
-                rngs=None if key is None else {"dropout": key},
-                mutable=["losses"],
-            )
+            inputs = {"params": params}, carry, (None, index), position, context
+            options = {"rngs": None if key is None else {"dropout": key}, "mutable": ["losses"]}
+            (carry, _), sown = module(*args, parent=None).apply(*inputs, **options)
             return carry, sown.get("losses", {})
 
         key = None if deterministic or not self.has_rng("dropout") else self.make_rng("dropout")
         index = jnp.arange(repeats).reshape((rounds, -1) if rounds > 1 else -1)
         own = self.variables["params"]["layers"], index
-        carry, sown = pipeline.pipelined(
-            layers, own, carry, to_batch(context), schemes, key, micro, rounds
-        )
+        context = jax.tree.map(repeat, context)
+        carry, sown = pipeline.pipelined(layers, own, carry, context, schemes, key, micro, rounds)
         if sown:
             self.sow("losses", "layers", sown)
         return carry

@@ -62,14 +62,10 @@ def _analyze(equation, scope: str, device, folder: Path) -> KernelCycles:
         (_, tile), of_sequence, of_head = head_cycles(schedule, blocks, chunks, masked, full)
     except ValueError:  # other loops, or no schedule
         return kernel
-    return dataclasses.replace(
-        kernel,
-        bundles=tile.own,
-        products=schedule.busy(tile, "MXU"),
-        spills=round(sum(schedule.busy(tile, x) * schedule.slots[x] for x in ("SPILL", "FILL"))),
-        trips=masked + full,
-        cycles=B * N * of_sequence + N * of_head,
-    )
+    spills = round(sum(schedule.busy(tile, x) * schedule.slots[x] for x in ("SPILL", "FILL")))
+    counts = {"products": schedule.busy(tile, "MXU"), "spills": spills, "trips": masked + full}
+    cycles = B * N * of_sequence + N * of_head
+    return dataclasses.replace(kernel, bundles=tile.own, cycles=cycles, **counts)
 
 
 def _kernels(config: Experiment, devices: list, folder: Path, done: dict) -> list[KernelCycles]:

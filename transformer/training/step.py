@@ -81,17 +81,11 @@ def run_model(
     options = {option: batch[field] for field, option in _OPTIONS.items() if field in batch}
     if "source" in batch:
         options["source_order"] = "contiguous"
-    results, sown = model.apply(
-        params,
-        *(batch[field] for field in ("source", "inputs") if field in batch),
-        **options,
-        order=order,
-        dropout_rate=dropout_rate,
-        deterministic=dropout_key is None,
-        method=_METHODS[predicts],
-        rngs=None if dropout_key is None else {"dropout": dropout_key},
-        mutable=list(watch),
-    )
+    options |= {"order": order, "method": _METHODS[predicts], "mutable": list(watch)}
+    options |= {"dropout_rate": dropout_rate, "deterministic": dropout_key is None}
+    options["rngs"] = None if dropout_key is None else {"dropout": dropout_key}
+    tokens = [batch[field] for field in ("source", "inputs") if field in batch]
+    results, sown = model.apply(params, *tokens, **options)
     features, labels = results if len(predicts) == 2 else (results, results)
     hidden, head = features if "tokens" in predicts else (None, None)
     batch_size, length = batch["inputs"].shape

@@ -170,12 +170,9 @@ def accumulate_gradients(
         qkv, block = _block(i, j, q_Ixs, k_Jxs, v_Jxs, inputs)
         d_q, d_k, d_v, d_position = inner.backward(*qkv, block, *(x[i] for x in of_queries))
         add_at = lambda total, index, x: total.at[index].add(x.astype(total.dtype))
-        return Gradients(
-            add_at(grads.q_Ixs, i, d_q),
-            add_at(grads.k_Jxs, j, d_k),
-            add_at(grads.v_Jxs, j, d_v),
-            jax.tree.map(lambda total, x: total + x, grads.position, d_position),
-        ), None
+        sums = add_at(grads.q_Ixs, i, d_q), add_at(grads.k_Jxs, j, d_k), add_at(grads.v_Jxs, j, d_v)
+        position = jax.tree.map(lambda total, x: total + x, grads.position, d_position)
+        return Gradients(*sums, position), None
 
     return _scan(add, grads, pairs)
 

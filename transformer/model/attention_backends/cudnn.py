@@ -56,14 +56,10 @@ def cudnn(q_BxTxNxH, k_BxSxKxH, v_BxSxKxH, inputs: Inputs) -> jax.Array:
         bias_BxNxTxS = jnp.broadcast_to(bias_BxNxTxS, shape).astype(q_BxTxNxH.dtype)
     is_sorted = q_tokens.order == k_tokens.order in ("contiguous", "increasing")
     in_order = is_sorted and q_tokens.until_BxT is None
-    out_BxTxNxH = jax.nn.dot_product_attention(
-        q_BxTxNxH,
-        k_BxSxKxH,
-        v_BxSxKxH,
-        bias=bias_BxNxTxS,
-        mask=jnp.broadcast_to(mask_BxTxS[:, None], (len(q_BxTxNxH), 1, *mask_BxTxS.shape[1:])),
-        scale=inputs.scale,
-        is_causal=inputs.mask.causal and in_order and q_BxTxNxH.shape[1] == k_BxSxKxH.shape[1],
-        implementation="cudnn" if platform() == "gpu" else "xla",
-    )
+    is_square = q_BxTxNxH.shape[1] == k_BxSxKxH.shape[1]
+    mask_shape = (len(q_BxTxNxH), 1, *mask_BxTxS.shape[1:])
+    options = {"bias": bias_BxNxTxS, "mask": jnp.broadcast_to(mask_BxTxS[:, None], mask_shape)}
+    options |= {"scale": inputs.scale, "is_causal": inputs.mask.causal and in_order and is_square}
+    options["implementation"] = "cudnn" if platform() == "gpu" else "xla"
+    out_BxTxNxH = jax.nn.dot_product_attention(q_BxTxNxH, k_BxSxKxH, v_BxSxKxH, **options)
     return jnp.where(jnp.any(mask_BxTxS, axis=-1)[..., None, None], out_BxTxNxH, 0)

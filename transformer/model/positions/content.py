@@ -95,14 +95,10 @@ class Shaw(Position):
         return out_BxTxNxH + weights_BxTxNxR @ self.values_RxH.astype(out_BxTxNxH.dtype)
 
     def terms(self, distance_D, scale):
-        index_D, values, k = self._index(distance_D), self.values_RxH, self.max_distance
+        index_D, k = self._index(distance_D), self.max_distance
         of_distance = lambda table_RxH: table_RxH[index_D][None]
-        return Terms(
-            scale,
-            keys_NxDxH=of_distance(self.keys_RxH),
-            values_NxDxV=None if values is None else of_distance(values),
-            ends=(-k, k),
-        )
+        keys, values = jax.tree.map(of_distance, (self.keys_RxH, self.values_RxH))
+        return Terms(scale, keys_NxDxH=keys, values_NxDxV=values, ends=(-k, k))
 
 
 @register("transformer_xl")
@@ -133,12 +129,9 @@ class TransformerXL(Position):
     def bind_layer(self, param, facts):
         heads, names = (facts.num_heads, facts.d_head), ("heads", "head")
         zero = lambda name: declare(param, facts, name, heads, names, nn.initializers.zeros)
-        return self.replace(
-            d_model=facts.d_model,
-            project_DxNxH=_projection(param, facts, "relative_kernel"),
-            u_NxH=zero("content_bias"),
-            v_NxH=zero("position_bias"),
-        )
+        project = _projection(param, facts, "relative_kernel")
+        u, v = zero("content_bias"), zero("position_bias")
+        return self.replace(d_model=facts.d_model, project_DxNxH=project, u_NxH=u, v_NxH=v)
 
     def score(self, logits_BxNxTxS, q_BxTxNxH, k_BxSxNxH, pair):
         q, u, v = (x.astype(jnp.float32) for x in (q_BxTxNxH, self.u_NxH, self.v_NxH))

@@ -142,13 +142,9 @@ class Schedule:
     def of(states_BxIxJ: jax.Array) -> "Schedule":
         batch, *blocks = states_BxIxJ.shape
         used, j = states_BxIxJ > EMPTY, np.arange(blocks[1], dtype=np.int32)
-        return Schedule(
-            jnp.min(jnp.where(used, j, blocks[1]), axis=-1).reshape(-1),
-            jnp.max(jnp.where(used, j + 1, 0), axis=-1).reshape(-1),
-            states_BxIxJ.reshape(-1),
-            tuple(blocks),
-            batch > 1,
-        )
+        first = jnp.min(jnp.where(used, j, blocks[1]), axis=-1).reshape(-1)
+        end = jnp.max(jnp.where(used, j + 1, 0), axis=-1).reshape(-1)
+        return Schedule(first, end, states_BxIxJ.reshape(-1), tuple(blocks), batch > 1)
 
     def for_each_tile(self, process: Callable, kinds: tuple[int, ...]) -> None:
         """Calls process(j, masked, kind) for the tiles of a kernel's current block."""
