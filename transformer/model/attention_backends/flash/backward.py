@@ -21,19 +21,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from transformer.model.attention_backends.flash import content, tiles, toeplitz
-from transformer.model.attention_backends.flash.settings import (
-    NN,
-    NT,
-    TN,
-    Settings,
-    f32,
-    head_spec,
-    prepared,
-    product,
-    row_spec,
-    term_spec,
-)
+from transformer.model.attention_backends.flash import content, settings as shared, tiles, toeplitz
+from transformer.model.attention_backends.flash.settings import NN, NT, TN, Settings, product
 from transformer.model.attention_backends.flash.tiles import LANES, Limits, widen
 from transformer.model.positions import Terms
 
@@ -55,14 +44,15 @@ def backward(
     D. The gradients of keys and values are per query head, [B, N, S, ...]."""
     (batch, heads, T, H), (_, kv_heads, S, V) = q_BxNxTxH.shape, v_BxKxSxV.shape
     t, s = settings.q_block, settings.k_block
-    terms = prepared(terms, k_BxKxSxH.dtype, reverse=True)
+    terms = shared.prepared(terms, k_BxKxSxH.dtype, reverse=True)
     d_terms = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), terms)
     d_terms = d_terms if learned else Terms(terms.scale)
     schedule = tiles.Schedule.of(jnp.swapaxes(limits.states(t, s), 1, 2))
     queries, keys = jax.tree.map(lambda x: x[:, None], (limits.queries, limits.keys))
-    of_queries = head_spec(T, lambda n, j: (n, 0))
-    of_keys = head_spec(s, lambda n, j: (lax.div(n, heads // kv_heads), j))
-    of_results = head_spec(s, lambda n, j: (n, j))
+    of_queries = shared.head_spec(T, lambda n, j: (n, 0))
+    of_keys = shared.head_spec(s, lambda n, j: (lax.div(n, heads // kv_heads), j))
+    of_results = shared.head_spec(s, lambda n, j: (n, j))
+    of_terms = functools.partial(jax.tree.map, shared.term_spec)
     row = pl.BlockSpec((None, None, 1, T), lambda n, b, j, *_: (b, n, 0, 0))
     call = settings.call(
         _kernel,
@@ -70,12 +60,12 @@ def backward(
         grid=(heads, batch, S // s),
         in_specs=[
             *(of_queries(H), of_keys(H), of_keys(V)),
-            jax.tree.map(row_spec, queries),
-            jax.tree.map(functools.partial(row_spec, block=s), keys),
-            jax.tree.map(term_spec, terms),
+            jax.tree.map(shared.row_spec, queries),
+            jax.tree.map(functools.partial(shared.row_spec, block=s), keys),
+            of_terms(terms),
             *(row, row, of_queries(V)),
         ],
-        out_specs=[of_queries(H), of_results(H), of_results(V), jax.tree.map(term_spec, d_terms)],
+        out_specs=[of_queries(H), of_results(H), of_results(V), of_terms(d_terms)],
         out_shape=[
             settings.like(q_BxNxTxH, (batch, heads, T, H)),
             settings.like(k_BxKxSxH, (batch, heads, S, H)),
@@ -83,7 +73,7 @@ def backward(
             d_terms,
         ],
         scratch_shapes=[
-            *(f32(T, H), f32(s, H), f32(s, V)),
+            *(shared.f32(T, H), shared.f32(s, H), shared.f32(s, V)),
             *(toeplitz.table(terms.bias_NxD), toeplitz.table(d_terms.bias_NxD)),
             jax.tree.map(lambda x: pltpu.VMEM((s, LANES), x.dtype), keys),
             pltpu.VMEM((s, LANES), jnp.int32) if settings.dropout else None,

@@ -20,18 +20,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from transformer.model.attention_backends.blockwise import LOWEST
-from transformer.model.attention_backends.flash import content, tiles, toeplitz
-from transformer.model.attention_backends.flash.settings import (
-    NN,
-    NT,
-    Settings,
-    f32,
-    head_spec,
-    prepared,
-    product,
-    row_spec,
-    term_spec,
-)
+from transformer.model.attention_backends.flash import content, settings as shared, tiles, toeplitz
+from transformer.model.attention_backends.flash.settings import NN, NT, Settings, product
 from transformer.model.attention_backends.flash.tiles import LANES, Limits, widen
 from transformer.model.positions import Terms
 
@@ -44,11 +34,11 @@ def forward(
     and its log-sum-exp is `LOWEST`."""
     (batch, heads, T, H), (_, kv_heads, S, V) = q_BxNxTxH.shape, v_BxKxSxV.shape
     t, s = settings.q_block, settings.k_block
-    terms = prepared(terms, k_BxKxSxH.dtype)
+    terms = shared.prepared(terms, k_BxKxSxH.dtype)
     schedule = tiles.Schedule.of(limits.states(t, s))
     queries, keys = jax.tree.map(lambda x: x[:, None], (limits.queries, limits.keys))
-    of_queries = head_spec(t, lambda n, i: (n, i))
-    of_keys = head_spec(S, lambda n, i: (lax.div(n, heads // kv_heads), 0))
+    of_queries = shared.head_spec(t, lambda n, i: (n, i))
+    of_keys = shared.head_spec(S, lambda n, i: (lax.div(n, heads // kv_heads), 0))
     row = pl.BlockSpec((None, None, 1, t), lambda n, b, i, *_: (b, n, 0, i))
     call = settings.call(
         _kernel,
@@ -56,9 +46,9 @@ def forward(
         grid=(heads, batch, T // t),
         in_specs=[
             *(of_queries(H), of_keys(H), of_keys(V)),
-            jax.tree.map(functools.partial(row_spec, block=t), queries),
-            jax.tree.map(row_spec, keys),
-            jax.tree.map(term_spec, terms),
+            jax.tree.map(functools.partial(shared.row_spec, block=t), queries),
+            jax.tree.map(shared.row_spec, keys),
+            jax.tree.map(shared.term_spec, terms),
         ],
         out_specs=[of_queries(V), row],
         out_shape=[
@@ -66,7 +56,7 @@ def forward(
             jax.ShapeDtypeStruct((batch, heads, 1, T), jnp.float32),
         ],
         scratch_shapes=[
-            *(f32(t, LANES), f32(t, LANES), f32(t, V)),
+            *(shared.f32(t, LANES), shared.f32(t, LANES), shared.f32(t, V)),
             toeplitz.table(terms.bias_NxD),
             jax.tree.map(lambda x: pltpu.VMEM((t, LANES), x.dtype), queries),
             pltpu.VMEM((t, LANES), jnp.int32) if settings.dropout else None,
