@@ -71,12 +71,9 @@ def in_unit_interval(section: str, config, *fields: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Effect:
-    """The condition under which fields have an effect.
-
-    `when(config)` returns whether `fields` have an effect. `needs` describes the condition as
-    settings, such as "model.norm='layernorm'", or gives the reason: "because ...". Fields of nested
-    configs are dotted.
-    """
+    """The condition under which fields have an effect. `when(config)` returns whether `fields` have
+    an effect. `needs` describes the condition as settings, such as "model.norm='layernorm'", or
+    gives the reason: "because ...". Fields of nested configs are dotted."""
 
     fields: tuple[str, ...]
     needs: str

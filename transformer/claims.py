@@ -203,12 +203,10 @@ def start_renewing(claims: Sequence[Claim]) -> Callable[[], None]:
 
 @contextlib.contextmanager
 def holding(claims: Sequence[Claim]) -> Iterator[None]:
-    """Holds all these claims while the context is open.
-
-    Raises UserError, which names the holder, if a living process holds one of them. A process on
-    another machine is not visible. If one holds a claim, this function prints a line and waits
-    until the claim is renewed (the holder is alive) or has become stale (the holder is dead).
-    """
+    """Holds all these claims while the context is open. Raises UserError, which names the holder,
+    if a living process holds one of them. A process on another machine is not visible. If one holds
+    a claim, this function prints a line and waits until the claim is renewed (the holder is alive)
+    or has become stale (the holder is dead)."""
     with contextlib.ExitStack() as taken:
         for claim in claims:
             last_age, deadline, announced = claim.age(), time.monotonic() + 2 * STALE, False

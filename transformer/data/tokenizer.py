@@ -120,12 +120,9 @@ class Tokenizer:
 
 
 class SentencePiece(Tokenizer):
-    """A SentencePiece model.
-
-    Models that this library trains are lossless: they normalize nothing, and encode unknown
-    characters as bytes. The one exception is SentencePiece's own symbol for a space, U+2581, which
-    is decoded as a space.
-    """
+    """A SentencePiece model. Models that this library trains are lossless: they normalize nothing,
+    and encode unknown characters as bytes. The one exception is SentencePiece's own symbol for a
+    space, U+2581, which is decoded as a space."""
 
     name = FILES[".model"]
 

@@ -129,12 +129,10 @@ def undeclared(sweep: Sweep, facts: Mapping[str, Facts]) -> list[str]:
 
 
 def check(sweep: Sweep, configs: Configs, facts: Mapping[str, Facts]) -> None:
-    """Raises UserError if the arms of a sweep are not comparable.
-
-    They are not if two arms have equal configs or build equal programs and neither is a control; if
-    the primary metric depends on the tokenizer, which differs; if arms differ in an undeclared
-    fact; or if a declaration or control is invalid.
-    """
+    """Raises UserError if the arms of a sweep are not comparable. They are not if two arms have
+    equal configs or build equal programs and neither is a control; if the primary metric depends on
+    the tokenizer, which differs; if arms differ in an undeclared fact; or if a declaration or
+    control is invalid."""
     _check_twins(sweep, configs, facts)
     usual = facts[sweep.baseline].tokenizer
     retokenized = [arm for arm, fact in facts.items() if fact.tokenizer != usual]
@@ -202,12 +200,10 @@ def _settings(tree: dict) -> tuple[str, ...]:
 def matched(
     sweep: Sweep, configs: Configs, before: Configs, report: Callable[[str], None]
 ) -> dict[str, Experiment]:
-    """Returns the arms, sized to match the baseline as `sweep.match` requires.
-
-    Parameters and floating-point operations are matched by d_ff, in multiples of 8. Time is matched
-    by the number of training steps, which is taken from `before` for arms that were measured there.
-    Raises UserError if an arm cannot be matched.
-    """
+    """Returns the arms, sized to match the baseline as `sweep.match` requires. Parameters and
+    floating-point operations are matched by d_ff, in multiples of 8. Time is matched by the number
+    of training steps, which is taken from `before` for arms that were measured there. Raises
+    UserError if an arm cannot be matched."""
     if not sweep.match:
         return dict(configs)
     if sweep.match == "time":

@@ -80,12 +80,9 @@ class View:
 
 
 def observe_text(trained: LoadedRun, mesh: Mesh, text: str, target: str = "") -> View:
-    """Runs the model on `text` and returns what it computes.
-
-    The decoder of an encoder-decoder reads `target`, or by default the model's own output. Raises
-    UserError if the model has no attention weights, language-model head or tokenizer, or the text
-    is empty.
-    """
+    """Runs the model on `text` and returns what it computes. The decoder of an encoder-decoder
+    reads `target`, or by default the model's own output. Raises UserError if the model has no
+    attention weights, language-model head or tokenizer, or the text is empty."""
     config, tokenizer = trained.config, trained.tokenizer
     model = config.model
     if not model.observes("maps"):

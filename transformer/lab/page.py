@@ -17,11 +17,9 @@ Table = Sequence[Sequence[str]]
 @dataclasses.dataclass(frozen=True)
 class Section:
     """A part of a report: sentences, figures, tables with their CSV files, a note and code.
-
     `figures` maps a name to the caption and the figure, `numbers` some of these names to a table of
     the plotted numbers, and `csv` a name to the rows of a file. A folded section is collapsed in
-    the page. An empty one is left out.
-    """
+    the page. An empty one is left out."""
 
     title: str
     lines: Sequence[str] = ()

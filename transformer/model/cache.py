@@ -75,12 +75,10 @@ class Cache:
 def check_cache(
     config: ModelConfig, cache: Cache, tokens: Tokens, encoded_BxSxD: jax.Array | None = None
 ) -> None:
-    """Raises UserError for inputs that do not match what is in the cache:
-
-    more tokens than free slots (than all slots, if the index is traced), an encoder's output where
-    there is one already, and, where values are known, padding that a mixer's state does not
-    support. A ring of `window` slots counts padding as tokens, so padding must precede the first.
-    """
+    """Raises UserError for inputs that do not match what is in the cache: more tokens than free
+    slots (than all slots, if the index is traced), an encoder's output where there is one already,
+    and, where values are known, padding that a mixer's state does not support. A ring of `window`
+    slots counts padding as tokens, so padding must precede the first."""
     cached_BxS, new_BxT = (values(x) for x in (cache.tokens.segments_BxT, tokens.segments_BxT))
     slots, new, index = cache.tokens.segments_BxT.shape[1], tokens.segments_BxT.shape[1], 0
     if (index_value := values(cache.index)) is not None:

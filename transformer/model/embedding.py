@@ -16,12 +16,9 @@ from transformer.model.sharding import constrain, gathered
 
 
 class Embedding(nn.Module):
-    """Token embeddings E[token].
-
-    With `d_embedding`, they have that width and are projected to d_model (Lan et al. 2020). With
-    `embedding_scale`, they are multiplied by sqrt(d_model) (Vaswani et al. 2017, sec. 3.4). With
-    `token_types`, E_type[type] is added (Devlin et al. 2019).
-    """
+    """Token embeddings E[token]. With `d_embedding`, they have that width and are projected to
+    d_model (Lan et al. 2020). With `embedding_scale`, they are multiplied by sqrt(d_model) (Vaswani
+    et al. 2017, sec. 3.4). With `token_types`, E_type[type] is added (Devlin et al. 2019)."""
 
     config: ModelConfig
 

@@ -60,12 +60,10 @@ def _traffic(op: Instruction, computation: Computation, program: HloProgram) -> 
 
 
 def _fusion_traffic(op: Instruction, operands: list[Instruction], inner: Computation) -> float:
-    """Returns the bytes that a fusion reads and writes.
-
-    An operand that is only sliced or gathered from counts with the parts that are read. A result
-    that only updates a part of an operand counts with that part. The TPU compiler spreads a
-    collective over several fusions, which pass its buffers on: they count where it ends.
-    """
+    """Returns the bytes that a fusion reads and writes. An operand that is only sliced or gathered
+    from counts with the parts that are read. A result that only updates a part of an operand counts
+    with that part. The TPU compiler spreads a collective over several fusions, which pass its
+    buffers on: they count where it ends."""
     total = updated = 0.0
     root = list(inner.values())[-1]
     results = root.operands if root.opcode == "tuple" else ()

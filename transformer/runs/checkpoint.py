@@ -118,12 +118,9 @@ class Checkpoints:
         raise Damaged(newest.what, "no other checkpoint is intact; restore the folder from a copy")
 
     def restore(self, step: int, abstract_of: Callable) -> tuple[TrainState, Record]:
-        """Returns the state of a step and its record.
-
-        `abstract_of(layout)` returns the shapes and shardings to restore into. Raises Damaged if
-        anything is missing or differs from the record, and UserError if the checkpoint is of
-        another model.
-        """
+        """Returns the state of a step and its record. `abstract_of(layout)` returns the shapes and
+        shardings to restore into. Raises Damaged if anything is missing or differs from the record,
+        and UserError if the checkpoint is of another model."""
         record = self._record(step)
         if record.arrays.keys() == {"params"}:
             way_out = f"start from them in another --workdir: train.init_from={self.folder.parent}"

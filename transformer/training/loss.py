@@ -186,12 +186,10 @@ def _on_each_device(work, chunks: int, h_BxTxD, head: Head, targets_BxT, weights
 
 
 def auto_chunks(batch: int, length: int, vocab: int, mesh: Mesh) -> int:
-    """Returns the number of chunks, a divisor of the length per device.
-
-    On one device, a chunk has about 2^23 logits but at least 1,024 tokens. On several devices, it
-    has about 2^27 logits per device (half a GB) but at least 2,048 tokens. The limits are larger
-    because every chunk reads and writes the head's gradient, which all devices hold in full.
-    """
+    """Returns the number of chunks, a divisor of the length per device. On one device, a chunk has
+    about 2^23 logits but at least 1,024 tokens. On several devices, it has about 2^27 logits per
+    device (half a GB) but at least 2,048 tokens. The limits are larger because every chunk reads
+    and writes the head's gradient, which all devices hold in full."""
     batch, length = batch // min(batch_parts(mesh.shape), batch), length // mesh.shape["context"]
     vocab = -(-vocab // mesh.shape["tensor"])
     chunk_tokens = max(1024, 2**23 // vocab) if mesh.size == 1 else max(2048, 2**27 // vocab)

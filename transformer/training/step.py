@@ -70,12 +70,9 @@ def run_model(
     z_loss: float = 0.0,
     watch: Sequence[str] = (),
 ) -> tuple[ModelOutputs, dict, Mapping]:
-    """Runs the model on a batch.
-
-    Returns the outputs, the batch in the mesh's order of positions, and the collections of `watch`
-    (model/watch.py) in which something was sown. A `dropout_key` turns on dropout, as in training.
-    `dropout_rate` overrides the config's rate.
-    """
+    """Runs the model on a batch. Returns the outputs, the batch in the mesh's order of positions,
+    and the collections of `watch` (model/watch.py) in which something was sown. A `dropout_key`
+    turns on dropout, as in training. `dropout_rate` overrides the config's rate."""
     order, predicts = order_of(task.model, mesh), task.objective.predicts
     batch = arrange(dict(batch), order, mesh)
     options = {option: batch[field] for field, option in _OPTIONS.items() if field in batch}

@@ -183,11 +183,9 @@ def keep(too_long: np.ndarray, data) -> tuple[np.ndarray, dict[str, int]]:
 
 def pack(sizes: Sequence[np.ndarray], rooms: Sequence[int], num_open: int = 16) -> list[np.ndarray]:
     """Packs examples into sequences: first fit over a few open ones, in a fixed random order.
-
     `sizes` and `rooms` have one entry for each side of a sequence (encoder, decoder). In each side,
-    the sizes of the examples in a sequence add up to at most its room. At most `num_open`
-    sequences are open at once. Returns the indices of the examples in each sequence.
-    """
+    the sizes of the examples in a sequence add up to at most its room. At most `num_open` sequences
+    are open at once. Returns the indices of the examples in each sequence."""
     order = np.random.Generator(np.random.Philox(0)).permutation(len(sizes[0]))
     needs = np.stack(sizes, axis=1)[order].tolist()
     full: list[tuple[list[int], list[int]]] = []  # ([room left in each side], members)

@@ -21,12 +21,9 @@ class FeedForward:
     exists: ClassVar[bool] = True  # whether a layer has the sublayer; if not, `build` is not called
 
     def build(self, config: Config, gain: float, out_gain: float) -> Callable[..., nn.Module]:
-        """Returns a function that constructs the module from its `name`.
-
-        The module is called with (x_BxTxD, tokens: Tokens, deterministic: bool) and returns
-        out_BxTxD. `gain` scales the initial values of its matrices. `out_gain` additionally scales
-        those of the last one.
-        """
+        """Returns a function that constructs the module from its `name`. The module is called with
+        (x_BxTxD, tokens: Tokens, deterministic: bool) and returns out_BxTxD. `gain` scales the
+        initial values of its matrices. `out_gain` additionally scales those of the last one."""
         raise NotImplementedError
 
 

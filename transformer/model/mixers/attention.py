@@ -242,10 +242,9 @@ def inner_attention(
     """Returns softmax(scale Q K^T) V, [B, T, N, H], from the backend that the config selects.
 
     `tokens` are those of the queries and those of the keys. `position` is None in cross-attention.
-    `size` sets the scale (`scale_of`).
-    `index` is the cache slot of the first query; None outside decoding. Also creates the parameters
-    of the attention sink and of additive scores, passes on dropout, and records statistics if
-    `module` is watched (model/watch.py).
+    `size` sets the scale (`scale_of`). `index` is the cache slot of the first query; None outside
+    decoding. Also creates the parameters of the attention sink and of additive scores, passes on
+    dropout, and records statistics if `module` is watched (model/watch.py).
     """
     cfg, sink_N = module.config, None
     if cfg.attention_sink:

@@ -2,8 +2,7 @@
 
 The grid runs over heads, sequences and blocks of queries. The keys and values of a head stay in
 on-chip memory, and a loop passes over those of their blocks that the mask allows. As in
-blockwise.py, m is the running maximum of a query's logits, and l the running sum of
-exp(logit - m).
+blockwise.py, m is the running maximum of a query's logits, l the running sum of exp(logit - m).
 
 The rows of a tile are queries and its lanes are keys. m and l are stored in all lanes of a row.
 

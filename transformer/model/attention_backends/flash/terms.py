@@ -19,12 +19,9 @@ from transformer.model.positions import Position, Terms
 
 
 def prepare(q_BxTxNxH, k_BxSxKxH, v_BxSxKxV, position: Position, scale: float, distances_D):
-    """Returns q, k, v, and the other terms of all heads, float32.
-
-    `distances_D` are -reach..T, plus an offset. The bias is returned at distances 1 - reach..T - 1.
-    The tables for queries begin at distance T, and that for keys at -reach, so that tiles read them
-    in the order of their lanes.
-    """
+    """Returns q, k, v, and the other terms of all heads, float32. `distances_D` are -reach..T, plus
+    an offset. The bias is returned at distances 1 - reach..T - 1. The tables for queries begin at
+    distance T, and that for keys at -reach, so that tiles read them in the order of their lanes."""
     f32 = lambda tree: jax.tree.map(lambda x: x.astype(jnp.float32), tree)
     terms, heads = f32(position.terms(distances_D, scale)), q_BxTxNxH.shape[2]
     q, k, v = _add(terms.u_NxH, q_BxTxNxH), k_BxSxKxH, v_BxSxKxV
