@@ -179,6 +179,8 @@ class Tpu:
         Before that, all workers copy run.log to runs/logs/NAME/ in the bucket.
         """
         command = shlex.join([".venv/bin/python", "-m", "transformer", *self.args.command])
+        if self.args.command[0] == "train":  # for the goodput: paid since the machine started
+            command = f'export TRANSFORMER_PAID_SINCE=$(date -d "$(uptime -s)" +%s); {command}'
         if self.args.env:
             command = f". ../{VARIABLES}; {command}"
         logs = f"runs/logs/{self.args.name}"

@@ -246,9 +246,9 @@ def test_progress_line_stays_above_notes_and_ends_once():
             return True
 
     progress = Progress(20, stream := Terminal())
-    progress.show(10, 1.0, 1e-3, 0, 0)
+    progress.show(10, 1.0, 1e-3, 0, 0, 0)
     progress.note("validation loss 2")
-    progress.show(20, 0.5, 1e-3, 0, 0)
+    progress.show(20, 0.5, 1e-3, 0, 0, 0)
     progress.close()
     progress.close()
     lines = [line.removeprefix("\r\x1b[K") for line in stream.getvalue().split("\n")]

@@ -139,8 +139,10 @@ def test_stop_spares_the_shell_that_writes_the_exit_code():
     start = shlex.split(worker_command(launch("tpu_vm.py", "start", *options, *TRAIN)))
     shell = start[start.index("sh") :]
     pattern = stop[stop.index("-f") + 1]
-    assert shell[2].startswith(".venv/bin/python -m transformer train")
-    assert re.search(pattern, shell[2]) and not re.search(pattern, " ".join(shell))
+    machine, _, run = shell[2].partition("; ")
+    assert machine == 'export TRANSFORMER_PAID_SINCE=$(date -d "$(uptime -s)" +%s)'
+    assert run.startswith(".venv/bin/python -m transformer train")
+    assert re.search(pattern, run) and not re.search(pattern, " ".join(shell))
 
 
 def test_tpu_vm_leaves_no_archive_behind(fake_tool, tmp_path):
@@ -325,7 +327,8 @@ case "$*" in *describe*) exit 1;; *run.code*exit*) exit 0;; esac
     assert "--network=vpc --internal-ips" in create and "tunnel" not in create
     assert all("--tunnel-through-iap" in line for line in (scp, install, start))
     assert (
-        ". ../transformer.env; .venv/bin/python" in start and "cp run.log runs/logs/my-tpu" in start
+        ". ../transformer.env; export TRANSFORMER_PAID_SINCE=" in start
+        and "cp run.log runs/logs/my-tpu" in start
     )
     assert "is not set here" in launch("tpu_vm.py", *UP, "--env=ABSENT_", *TRAIN, code=2)
 

@@ -18,6 +18,7 @@ import jax
 from transformer.errors import UserError
 from transformer.files import read_bytes, write_atomic
 from transformer.output import elapsed, human_time, human_tokens
+from transformer.runs.goodput import Goodput, share
 from transformer.runs.watchdog import Watchdog
 
 
@@ -26,9 +27,13 @@ class MetricsLog:
     step n, lines after step n are removed. If there are several processes, only one `writes`. The
     others read the existing lines and write nothing."""
 
-    def __init__(self, workdir: Path, resume_step: int, *, writes=True, tensorboard, wandb, config):
+    def __init__(
+        self, workdir: Path, resume_step: int, *, writes=True, tensorboard, wandb, config, began=0.0
+    ):
         self._path, self._writes = workdir / "metrics.jsonl", writes
-        lines = [line for line in read_metrics(workdir) if line["step"] <= resume_step]
+        lines = read_metrics(workdir)
+        self.goodput = Goodput(self._path, lines, resume_step, began or time.time())
+        lines = [line for line in lines if line["step"] <= resume_step]
         self._last = {name: line["step"] for line in lines for name in line}
         self._board = self._wandb = None
         if not writes:
@@ -127,7 +132,13 @@ class Progress:
         self._is_open = False  # whether the last line is one that `show` may update
 
     def show(
-        self, step: int, loss: float, rate: float, tokens_per_second: float, seconds_per_step: float
+        self,
+        step: int,
+        loss: float,
+        rate: float,
+        tokens_per_second: float,
+        seconds_per_step: float,
+        goodput: float,
     ) -> None:
         """Shows the progress line. `seconds_per_step` is the average over the last interval."""
         done = f"step {step:>{len(f'{self.steps:,}')},}/{self.steps:,}  {step / self.steps:4.0%}"
@@ -137,6 +148,7 @@ class Progress:
             self._seconds_per_step = 0.7 * previous + 0.3 * seconds_per_step
             left = human_time(self._seconds_per_step * (self.steps - step))
             line += f"  {human_tokens(tokens_per_second):>6} tok/s  {left:>7} left"
+            line += f"  goodput {goodput:.0%}"
         if self._live:
             line = "\r\x1b[K" + line[: shutil.get_terminal_size().columns - 1]
         self._is_open = self._live
@@ -230,9 +242,10 @@ class Recorder:
         if math.isfinite(others):
             cores = others / max(time.perf_counter() - self._began[0], 0.01)
             timing["time/other_cores"] = round(max(cores, 0.0), 2)
+        timing |= (paid := self._log.goodput.add(spent))
         values = means | {"train/tokens": tokens, "train/learning_rate": lr} | timing
         self._log.write(step, **values)
-        self._progress.show(step, means["train/loss"], lr, speed, spent / steps)
+        self._progress.show(step, means["train/loss"], lr, speed, spent / steps, share(paid))
 
     @contextlib.contextmanager
     def untimed(self) -> Iterator[None]:

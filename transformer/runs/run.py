@@ -8,6 +8,7 @@ import importlib.util
 import io
 import json
 import math
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -88,6 +89,8 @@ class Run:
             self.progress.close()
             self.log.close()
         if error_type is None:
+            if is_first():
+                rundir.record_end(self.workdir, goodput=self.log.goodput.record())
             barrier("end of the run")
 
     def saving_due(self) -> bool:
@@ -169,7 +172,7 @@ def begin(
     """Prepares everything that a run needs before its first step. `together` is the number of runs
     that are trained as one program. Only one of them `prints`, that is, prints progress. With
     `verbose`, it prints more details before the first step."""
-    program = check(config, workdir, mesh)
+    began, program = time.time(), check(config, workdir, mesh)
     text = read_text(config, workdir, Share(mesh))
     progress = Progress(config.train.steps, None if is_first() and prints else io.StringIO())
     start = find_state(workdir, program, text, progress.note)
@@ -177,7 +180,8 @@ def begin(
         progress.note(line)
     checkpoints = start.checkpoints or Checkpoints(workdir, config.train, progress.note)
     targets = {"tensorboard": config.train.tensorboard, "wandb": config.train.wandb}
-    log = MetricsLog(workdir, start.step, writes=is_first(), **targets, config=to_mapping(config))
+    targets |= {"config": to_mapping(config), "began": began}
+    log = MetricsLog(workdir, start.step, writes=is_first(), **targets)
     barrier("reading of earlier metrics")
     rate = schedule(config.optimizer, config.train.steps)
     recorder = Recorder(log, progress, rate, config.train.log_every, start.window, together)

@@ -203,12 +203,18 @@ def record_start(
     write_json(file, manifest)
 
 
+def record_end(workdir: Path, **values) -> None:
+    """Adds values to the manifest of a run that has ended or was stopped."""
+    write_json(workdir / "manifest.json", read_manifest(workdir) | values)
+
+
 _PACKAGES = (
     "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "sentencepiece", "numpy",
     "sacrebleu",
 )  # fmt: skip
 _OF_A_START = (
     "started", "command", "commit", "versions", "host", "devices", "platform", "processes", "mesh",
+    "goodput",
 )  # fmt: skip
 
 
