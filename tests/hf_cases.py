@@ -125,7 +125,7 @@ CASES = {
         ("GPT2LMHeadModel", GPT2),
         ("GPT2LMHeadModel", GPT2 | {
             "n_inner": 40, "activation_function": "relu", "scale_attn_weights": False,
-            "layer_norm_epsilon": 1e-3,
+            "layer_norm_epsilon": 1e-3, "scale_attn_by_inverse_layer_idx": True,
         }),
         ("GPT2LMHeadModel", GPT2 | {"tie_word_embeddings": False, "activation_function": "gelu"}),
     ],
@@ -151,7 +151,7 @@ CASES = {
         ("MT5ForConditionalGeneration", T5),
         ("MT5ForConditionalGeneration", T5 | {
             "feed_forward_proj": "relu", "num_decoder_layers": 2, "layer_norm_epsilon": 1e-3,
-            "relative_attention_num_buckets": 8, "relative_attention_max_distance": 12,
+            "relative_attention_num_buckets": 7, "relative_attention_max_distance": 12,
         }),
     ],
     "bart": [

@@ -72,7 +72,7 @@ MODEL = {"family": "decoder", "vocab_size": 50}
             r"scaling.name: 'yarn' needs model.position.theta over 1, not 1.0",
         ),
         ({"position": "sinusoidal", "d_model": 15, "num_heads": 3}, r"even model.d_model"),
-        ({"position": {"name": "t5", "num_buckets": 6}}, r"multiple of 4"),
+        ({"position": {"name": "t5", "num_buckets": 3}}, r"needs at least 4 num_buckets"),
         (
             {"attention_out": False, "d_value": 3},
             r"model.attention_out: False leaves num_heads \* d_value = \d+ outputs, but model.d_m",

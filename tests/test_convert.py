@@ -220,8 +220,8 @@ def test_bfloat16_and_sharded_weights_round_trip(saved_model, tmp_path, monkeypa
 @pytest.mark.parametrize(
     ("family", "change", "message"),
     [
-        ("gpt2", {"scale_attn_by_inverse_layer_idx": True},
-         "scale_attn_by_inverse_layer_idx = True is not supported; it must be False"),
+        ("gpt2", {"add_cross_attention": True},
+         "add_cross_attention = True is not supported; it must be False"),
         ("gpt2", {"activation_function": "mish"},
          "activation_function = 'mish' is not supported; use one of 'relu', 'gelu'"),
         ("gpt2", {"some_new_switch": 3},

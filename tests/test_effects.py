@@ -70,6 +70,9 @@ WITHOUT_EFFECT = {
     "model.attention_scale": lambda: small(
         "decoder", position="none", attention_score="additive", attention_scale=0.5
     ),
+    "model.attention_layer_scale": lambda: small(
+        "decoder", num_decoder_layers=1, attention_layer_scale=True
+    ),
     "model.norm": lambda: ModelConfig(**LSTMS, norm_placement="none", norm="rmsnorm"),
     "model.d_ff": lambda: ModelConfig(**LSTMS, d_ff=32),
     "model.glu": lambda: ModelConfig(**LSTMS, glu=True),

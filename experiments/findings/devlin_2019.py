@@ -73,7 +73,7 @@ def get_config(stage="fine_tune"):
     if stage == "pretrain":
         config.data = dict(corpus="wikitext2", objective="masked_lm", length=128, batch_size=16)
         config.optimizer.warmup_steps = 200
-        config.train = dict(steps=4000, eval_every=1000, checkpoint_every=1000)
+        config.train = dict(steps=2000, eval_every=500, checkpoint_every=1000)
         return config
     config.model.update(num_labels=len(KINDS), pooling="cls")
     config.data = dict(
@@ -98,5 +98,5 @@ def sweep(stage="fine_tune"):
         ),
         question="Does pretraining help an encoder to classify questions?",
         metric="test/accuracy",
-        seeds=5,
+        seeds=3,
     )

@@ -56,6 +56,7 @@ OPTIONS = {
     "d_embedding": (0, 8),
     "qk_norm": (False, True),
     "attention_scale": (None, 0.3),
+    "attention_layer_scale": (False, True),
     "attention_soft_cap": (0.0, 20.0),
     "attention_sink": (False, True),
     "window": (0, 5),

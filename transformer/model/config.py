@@ -78,6 +78,8 @@ class ModelConfig:
     # 2015) | additive: v . tanh(q + k) with a vector for each head (Bahdanau et al. 2015).
     attention_score: str = "dot"
     attention_scale: float | None = None  # multiplies query-key products; None: 1 / sqrt(d_head)
+    # Divide the queries of self-attention by the layer's number, from 1 on (an option of GPT-2).
+    attention_layer_scale: bool = False
     # c in c tanh(logits / c), applied to attention logits (Gemma 2). 0: off.
     attention_soft_cap: float = 0.0
     # Added to the logits of masked keys, such as -1e9, in the backend "reference". 0: their weights

@@ -16,6 +16,7 @@ _GPT2 = {
     "n_layer": field(12, "num_decoder_layers"), "n_positions": field(1024, "max_length"),
     "layer_norm_epsilon": positive(1e-5, "norm_epsilon"),
     "activation_function": field("gelu_new", "activation"), "scale_attn_weights": True,
+    "scale_attn_by_inverse_layer_idx": field(False, "attention_layer_scale"),
     "tie_word_embeddings": field(True, "tie_embeddings"), "resid_pdrop": field(0.1, "dropout"),
     "attn_pdrop": field(0.1, "attention_dropout"),
 }  # fmt: skip
@@ -53,7 +54,6 @@ _NEOX = ROPE | {
 
 def _read_gpt2(f: Fields, tensors: frozenset[str]) -> dict:
     d_ff = f.get("n_inner")
-    f.must("scale_attn_by_inverse_layer_idx", False)
     f.must("add_cross_attention", False)
     f.ignore("embd_pdrop")
     return {

@@ -68,7 +68,7 @@ class CrossAttention(Mixer):
     """Attention to the source, in a sublayer of its own. The first call creates its state."""
 
     scope = "cross_attention"
-    fields = SelfAttention.fields - {"window"}
+    fields = SelfAttention.fields - {"window", "attention_layer_scale"}
     observes = SelfAttention.observes
 
     def build(self, config, side, gain, out_gain):
@@ -87,15 +87,17 @@ class Attention(nn.Module):
     def __call__(self, x_BxTxD, context: Context, position: Position, state, deterministic):
         """Returns the output, the keys and values so far, and with `value_residual` the first
         layer's values."""
-        position, q_BxTxNxH, k_BxTxKxH, v_BxTxKxH = self._projected(x_BxTxD, position)
+        position, q_BxTxNxH, k_BxTxKxH, v_BxTxKxH = self._projected(x_BxTxD, context, position)
         v_BxTxKxH, *first = self._with_first(v_BxTxKxH, context)
         qkv = q_BxTxNxH, k_BxTxKxH, v_BxTxKxH
         return *self._read(x_BxTxD, qkv, context, position, state, deterministic), *first
 
-    def _projected(self, x_BxTxD, position: Position) -> tuple:
+    def _projected(self, x_BxTxD, context: Context, position: Position) -> tuple:
         """Returns the position scheme with the layer's parameters, and queries, keys, values."""
         position = position.bind_layer(self.param, self.config.stack_facts(self.side))
         q_BxTxNxH, (k_BxTxKxH, v_BxTxKxH) = self._queries(x_BxTxD), self._keys_and_values(x_BxTxD)
+        if self.config.attention_layer_scale:
+            q_BxTxNxH /= jnp.asarray(context.layer + 1, q_BxTxNxH.dtype)
         return position, *position.rotate(q_BxTxNxH, k_BxTxKxH), v_BxTxKxH
 
     def _read(self, x_BxTxD, qkv, context: Context, position, state, deterministic):

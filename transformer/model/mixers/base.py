@@ -30,8 +30,8 @@ SOURCE_MIXERS = Registry("model.mixer.source", __package__)
 SHARED_FIELDS = (
     "num_heads", "num_kv_heads", "d_head", "d_value", "window", "attention_bias", "qkv_bias",
     "qk_norm", "qk_norm_joint", "v_norm", "attention_score", "attention_scale",
-    "attention_soft_cap", "attention_mask_value", "attention_sink", "attention_gate",
-    "value_residual", "attention_out", "attention_backend", "attention_dropout",
+    "attention_layer_scale", "attention_soft_cap", "attention_mask_value", "attention_sink",
+    "attention_gate", "value_residual", "attention_out", "attention_backend", "attention_dropout",
 )  # fmt: skip
 """The fields of ModelConfig that configure mixers; each mixer lists those that it reads."""
 

@@ -62,7 +62,7 @@ class ForgettingAttention(Attention):
     @nn.compact
     def __call__(self, x_BxTxD, context: Context, position: Position, state, deterministic):
         cfg = self.config
-        position, q_BxTxNxH, k_BxTxNxH, v_BxTxNxH = self._projected(x_BxTxD, position)
+        position, q_BxTxNxH, k_BxTxNxH, v_BxTxNxH = self._projected(x_BxTxD, context, position)
         v_BxTxNxH, *first = self._with_first(v_BxTxNxH, context)
         forget = Linear(cfg, (cfg.num_heads,), ("embed", "heads"), True, name="forget")
         log_f_BxTxN = jax.nn.log_sigmoid(forget(x_BxTxD).astype(jnp.float32))

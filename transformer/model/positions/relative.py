@@ -91,8 +91,8 @@ class T5Bias(Position):
 
     def check(self, facts):
         buckets, longest = self.num_buckets, self.max_distance
-        if buckets < 4 or buckets % 4 or longest <= buckets // 2:
-            needs = "num_buckets to be a multiple of 4 and max_distance to be more than half of it"
+        if buckets < 4 or longest <= buckets // 2:
+            needs = "at least 4 num_buckets, and max_distance to be more than half of them"
             return f"model.position: 't5' needs {needs}, got {buckets} and {longest}"
         return None
 
