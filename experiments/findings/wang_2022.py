@@ -13,9 +13,20 @@ All arms have the same number of parameters (by d_ff), of layers in total, and o
 At a larger scale (the base model of Vaswani et al. 2017; TPU v5e-8):
 --config=experiments/findings/wang_2022.py:large
 
-Hardware  two CPU cores, 9 runs
+Hardware  two CPU cores, 9 runs, 46 minutes beside other work
 
-Measured: not yet.
+Measured (two cores of an AMD EPYC; test split, mean and 95 % interval over three seeds; difference
+from the encoder-decoder, paired by seed; BLEU against all references with greedy decoding):
+
+    arm              test/loss        difference            BLEU
+    encoder_decoder  2.066 +- 0.012                         21.9 +- 1.4
+    causal_decoder   2.214 +- 0.022   0.147 [0.113, 0.181]  19.7 +- 0.3
+    prefix_decoder   2.269 +- 0.011   0.203 [0.199, 0.206]  18.4 +- 0.8
+
+The encoder-decoder is better than both decoders, as in T5, although they compute about twice as
+many operations for each pair (0.9 epochs for all arms). Reading the source bidirectionally does not
+help here: the prefix language model is worse than the causal one, by 0.055 +- 0.034. In T5, after
+far more training, it is better.
 """
 
 import ml_collections
