@@ -24,13 +24,15 @@ sweep uses all slices, one run after another. To split a sweep instead, start se
 --shard=1/4, --shard=2/4, ...
 
 --env=WANDB_API_KEY sets a variable for the run to its value here, --env=NAME=VALUE to another. They
-become part of the manifest in the cluster. Other options of xpk are given once for each:
---xpk=--zone=us-east5-a --xpk=--project=P --xpk=--priority=high.
+become part of the manifest, of which xpk leaves a copy in the temporary folder. Other options of
+xpk are given once for each: --xpk=--zone=us-east5-a --xpk=--project=P --xpk=--priority=high.
 
-Follow it:   kubectl logs --follow -l xpk.google.com/workload=NAME --prefix
+Follow it:   kubectl logs --follow --container=jax-tpu \\
+                 -l xpk.google.com/workload=NAME,batch.kubernetes.io/job-completion-index=0
 Delete it:   xpk workload delete --workload=NAME --cluster=CLUSTER
 """
 
+import re
 import shlex
 import tempfile
 from pathlib import Path
@@ -69,10 +71,11 @@ def workload(args, tpu) -> list[str]:
     `exec` makes the run the process that receives SIGTERM.
     """
     command = shlex.join(["python", "-m", "transformer", *args.command])
+    axes = sorted(tpu.shape, key=lambda size: (size == 1, size))  # as xpk writes them: 2x2x1, 4x4x8
     options = {
         "workload": args.name,
         "cluster": args.cluster,
-        "tpu-type": f"{TYPES[tpu.kind]}-{'x'.join(map(str, tpu.shape))}",
+        "tpu-type": f"{TYPES[tpu.kind]}-{'x'.join(map(str, axes))}",
         "num-slices": args.slices,
         "docker-image": args.image,
         "max-restarts": args.restarts,
@@ -114,6 +117,8 @@ def main(argv: list[str] | None = None) -> int:
     check_workdir(args.command, args.storage, "--storage")
     if any("\n" in word for word in args.command):
         mistake("an option after -- contains a line break, which xpk cannot pass on")
+    if unsafe := [name for name, value in args.env if re.search(r'["\\]|\$\(', value)]:
+        mistake(f'--env: the value of {unsafe[0]} has one of " \\ $(, which xpk cannot pass on')
     print_price(tpu, args.price)
     with tempfile.TemporaryDirectory() as folder:
         command = workload(args, tpu)

@@ -193,6 +193,8 @@ def print_price(tpu, price: float | None) -> None:
     Without it, the list price is used, which is that of the US and higher elsewhere. Spot TPUs and
     reservations cost less.
     """
+    if price is not None and not 0 <= price < math.inf:
+        mistake(f"--price: {price} is not a price; set USD per chip-hour")
     chips = f"{tpu.chips} chip{'s' * (tpu.chips > 1)}"
     rate = PRICES.get(tpu.kind) if price is None else price
     if rate is None:
@@ -268,3 +270,12 @@ def run(
             sys.stderr.write(line)
             stderr_lines.append(line)
     return process.returncode
+
+
+def run_together(commands: list[list[str]], dry: bool) -> int:
+    """Runs commands at the same time. Returns 0, MISTAKE if one exits with it, or another code."""
+    if dry or len(commands) == 1:
+        return max(run(command, dry) for command in commands)
+    print(*map(shlex.join, commands), sep="\n", flush=True)
+    codes = [process.wait() for process in [subprocess.Popen(command) for command in commands]]
+    return MISTAKE if MISTAKE in codes else max(codes, key=abs)

@@ -28,7 +28,7 @@ def log(tmp_path):
 
 def test_lost_steps_are_paid_but_not_trained(log):
     """The run resumes at step 10. Steps 11 to 20 are trained again."""
-    goodput = Goodput(log, EARLIER, 10, began=time.time() - 8)
+    goodput = Goodput(log, EARLIER, {}, 10, began=time.time() - 8)
     values = goodput.add(4.0)
     assert values[TRAINED] == 54.0 and values[PAID] == pytest.approx(158, abs=1)
     assert goodput.add(1.0)[TRAINED] == 55.0
@@ -46,14 +46,24 @@ def test_lost_steps_are_paid_but_not_trained(log):
 )
 def test_machine_is_paid_since_it_started(log, monkeypatch, booted, lines, paid):
     monkeypatch.setenv("TRANSFORMER_PAID_SINCE", str(int(time.time()) - booted))
-    goodput = Goodput(log, lines, 20, began=time.time() - 5)
+    goodput = Goodput(log, lines, {}, 20, began=time.time() - 5)
     assert goodput.add(0.0)[PAID] == pytest.approx(paid, abs=2)
 
 
 def test_bad_time_raises(log, monkeypatch):
     monkeypatch.setenv("TRANSFORMER_PAID_SINCE", "yesterday")
     with pytest.raises(UserError, match="TRANSFORMER_PAID_SINCE: 'yesterday' must be a time in Un"):
-        Goodput(log, [], 0, began=0.0)
+        Goodput(log, [], {}, 0, began=0.0)
+
+
+def test_process_that_dies_before_its_first_line_is_paid(log):
+    """It removes the lines after step 10 from the log. Its manifest has the time until it began."""
+    began = time.time()
+    second = Goodput(log, EARLIER, {"paid_seconds": 140.0}, 10, began - 20)
+    record = second.record()
+    assert record["paid_seconds"] == pytest.approx(170, abs=1)
+    third = Goodput(log, EARLIER[:1], record, 10, began)
+    assert third.add(2.0) == {TRAINED: 52.0, PAID: pytest.approx(170, abs=1)}
 
 
 def test_run_records_its_goodput(run_config, tmp_path, capsys):

@@ -96,7 +96,7 @@ def test_tpu_vm_restarts_after_preemption_and_not_after_an_error(fake_tool, tmp_
     script = f"""
 log={tmp_path}/log; echo "$@" >> $log
 case "$*" in
-  *describe*) [ $(grep -c ' create ' $log) -eq 0 ] && exit 1
+  *describe*) [ $(grep -c ' create ' $log) -eq 0 ] && echo NOT_FOUND >&2 && exit 1
     [ $(grep -c 'run.code.*exit' $log) -eq 1 ] && [ $(grep -c ' create ' $log) -eq 1 ] &&
       echo PREEMPTED || echo READY;;
   *run.code*exit*) n=$(grep -c 'run.code.*exit' $log); [ $n -ge 3 ] && exit 0; exit 143;;
@@ -139,10 +139,8 @@ def test_stop_spares_the_shell_that_writes_the_exit_code():
     start = shlex.split(worker_command(launch("tpu_vm.py", "start", *options, *TRAIN)))
     shell = start[start.index("sh") :]
     pattern = stop[stop.index("-f") + 1]
-    machine, _, run = shell[2].partition("; ")
-    assert machine == 'export TRANSFORMER_PAID_SINCE=$(date -d "$(uptime -s)" +%s)'
-    assert run.startswith(".venv/bin/python -m transformer train")
-    assert re.search(pattern, run) and not re.search(pattern, " ".join(shell))
+    assert shell[2].startswith(".venv/bin/python -m transformer train")
+    assert re.search(pattern, shell[2]) and not re.search(pattern, " ".join(shell))
 
 
 def test_tpu_vm_leaves_no_archive_behind(fake_tool, tmp_path):
@@ -172,7 +170,8 @@ def test_tpu_vm_leaves_no_archive_behind(fake_tool, tmp_path):
 def test_tpu_vm_retries_only_if_capacity_is_missing(fake_tool, tmp_path, said, tried):
     path = fake_tool(
         "gcloud",
-        f'case "$*" in *create*) echo x >> {tmp_path}/log; echo {shlex.quote(said)} >&2;; esac; '
+        f'case "$*" in *create*) echo x >> {tmp_path}/log; echo {shlex.quote(said)} >&2;; '
+        "*) echo NOT_FOUND >&2;; esac; "
         "exit 1",
     )
     errors = launch(
@@ -199,7 +198,7 @@ def test_tpu_that_stays_up_is_reported_last(fake_tool, code, delete, stays):
     )
     assert result.returncode == code
     reminder = (
-        "launch: my-tpu stays up and is billed until it is deleted: "
+        "launch: my-tpu stays up and is billed; delete it: "
         "python launch/tpu_vm.py delete my-tpu --zone=z --project=p\n"
     )
     assert (
@@ -222,13 +221,15 @@ def test_up_reuses_an_existing_tpu(fake_tool, tmp_path):
 
 
 def test_up_refuses_an_existing_tpu_of_another_type(fake_tool, tmp_path):
-    script = f'echo "$@" >> {tmp_path}/log; case "$*" in *describe*) echo "READY $KIND";; esac'
+    script = (
+        f'echo "$@" >> {tmp_path}/log; case "$*" in *describe*) printf "READY\\t$KIND\\n";; esac'
+    )
     path = fake_tool("gcloud", "KIND=v5p-8\n" + script)
     launch("tpu_vm.py", *UP, *TRAIN, path=path)
     (tmp_path / "log").unlink()
     fake_tool("gcloud", "KIND=projects/p/v5p-64\n" + script)
     errors = launch("tpu_vm.py", *UP, *TRAIN, path=path, code=2)
-    assert "launch: --type: my-tpu exists and is a v5p-64, not a v5p-8; delete it" in errors
+    assert "launch: --type: my-tpu exists and is 1 x v5p-64, not 1 x v5p-8; delete it" in errors
     assert (tmp_path / "log").read_text().count("\n") == 1
 
 
@@ -308,7 +309,7 @@ def test_variables_and_options_of_gcloud(fake_tool, tmp_path, monkeypatch):
     script = f"""
 for word in "$@"; do case $word in *.env) cp -p $word {tmp_path}/copied;; esac; done
 echo "$@" >> {tmp_path}/log
-case "$*" in *describe*) exit 1;; *run.code*exit*) exit 0;; esac
+case "$*" in *describe*) echo NOT_FOUND >&2; exit 1;; *run.code*exit*) exit 0;; esac
 """
     monkeypatch.setenv("WANDB_API_KEY", "the secret")
     options = ["--env=WANDB_API_KEY", "--env=LEVEL=2", "--ssh=--tunnel-through-iap", "--bucket=b"]
@@ -327,8 +328,7 @@ case "$*" in *describe*) exit 1;; *run.code*exit*) exit 0;; esac
     assert "--network=vpc --internal-ips" in create and "tunnel" not in create
     assert all("--tunnel-through-iap" in line for line in (scp, install, start))
     assert (
-        ". ../transformer.env; export TRANSFORMER_PAID_SINCE=" in start
-        and "cp run.log runs/logs/my-tpu" in start
+        ". ../transformer.env; .venv/bin/python" in start and "cp run.log runs/logs/my-tpu" in start
     )
     assert "is not set here" in launch("tpu_vm.py", *UP, "--env=ABSENT_", *TRAIN, code=2)
 

@@ -162,6 +162,8 @@ SHAPES = "a TPU v5e slice is one of 1x1, 2x2, 2x4, 4x4, 4x8, 8x8, 8x16, 16x16"
          "the following arguments are required: --cluster; see gke.py --help"),
         ("gke.py", [*GKE, V5P, "--", "train", "--workdir=runs/a\nb"],
          "an option after -- contains a line break, which xpk cannot pass on"),
+        ("gke.py", [*GKE, V5P, '--env=A=1"', *TRAIN], "--env: the value of A has one of"),
+        ("gke.py", [*GKE, V5P, "--price=nan", *TRAIN], "--price: nan is not a price; set USD"),
         ("gke.py", [*GKE, V5P, "--env=A=1\n2", *TRAIN], "--env: the value of A has several lines"),
         ("gke.py", [*GKE, V5P, "--", "train", "--workdir", "out/a"],
          "--workdir: 'out/a' would be lost with the machine; write runs/"),

@@ -27,13 +27,9 @@ class MetricsLog:
     step n, lines after step n are removed. If there are several processes, only one `writes`. The
     others read the existing lines and write nothing."""
 
-    def __init__(
-        self, workdir: Path, resume_step: int, *, writes=True, tensorboard, wandb, config, began=0.0
-    ):
+    def __init__(self, workdir: Path, resume_step: int, *, writes=True, tensorboard, wandb, config):
         self._path, self._writes = workdir / "metrics.jsonl", writes
-        lines = read_metrics(workdir)
-        self.goodput = Goodput(self._path, lines, resume_step, began or time.time())
-        lines = [line for line in lines if line["step"] <= resume_step]
+        lines = [line for line in read_metrics(workdir) if line["step"] <= resume_step]
         self._last = {name: line["step"] for line in lines for name in line}
         self._board = self._wandb = None
         if not writes:
@@ -186,9 +182,17 @@ class Recorder:
     """
 
     def __init__(
-        self, log: MetricsLog, progress: Progress, rate: Callable, every: int, window, together=1
+        self,
+        log: MetricsLog,
+        progress: Progress,
+        rate: Callable,
+        every: int,
+        window,
+        goodput: Goodput,
+        together=1,
     ):
         self._log, self._progress, self._rate, self._every = log, progress, rate, every
+        self.goodput = goodput
         self._together = {"time/together": together} if together > 1 else {}
         self.window = dict(window)
         self._late: tuple[int, dict] | None = None
@@ -242,7 +246,7 @@ class Recorder:
         if math.isfinite(others):
             cores = others / max(time.perf_counter() - self._began[0], 0.01)
             timing["time/other_cores"] = round(max(cores, 0.0), 2)
-        timing |= (paid := self._log.goodput.add(spent))
+        timing |= (paid := self.goodput.add(spent))
         values = means | {"train/tokens": tokens, "train/learning_rate": lr} | timing
         self._log.write(step, **values)
         self._progress.show(step, means["train/loss"], lr, speed, spent / steps, share(paid))

@@ -37,8 +37,9 @@ from transformer.parallel.sharding import Share
 from transformer.runs import rundir
 from transformer.runs.checkpoint import Checkpoints, size
 from transformer.runs.fits import check_divisibility, check_training
+from transformer.runs.goodput import Goodput
 from transformer.runs.initialize import check_source, check_tokenizer, start_from
-from transformer.runs.metrics import Diverged, MetricsLog, Progress, Recorder
+from transformer.runs.metrics import Diverged, MetricsLog, Progress, Recorder, read_metrics
 from transformer.runs.summary import summary
 from transformer.training.optimizer import build_optimizer, schedule
 from transformer.training.state import TrainState, abstract_state, init_state, layout, relayout
@@ -88,9 +89,9 @@ class Run:
         finally:
             self.progress.close()
             self.log.close()
+        if is_first() and all_arrive:
+            rundir.amend(self.workdir, goodput=self.recorder.goodput.record())
         if error_type is None:
-            if is_first():
-                rundir.record_end(self.workdir, goodput=self.log.goodput.record())
             barrier("end of the run")
 
     def saving_due(self) -> bool:
@@ -180,11 +181,15 @@ def begin(
         progress.note(line)
     checkpoints = start.checkpoints or Checkpoints(workdir, config.train, progress.note)
     targets = {"tensorboard": config.train.tensorboard, "wandb": config.train.wandb}
-    targets |= {"config": to_mapping(config), "began": began}
-    log = MetricsLog(workdir, start.step, writes=is_first(), **targets)
+    earlier = read_metrics(workdir), rundir.read_manifest(workdir).get("goodput", {})
+    goodput = Goodput(workdir / "metrics.jsonl", *earlier, start.step, began)
+    log = MetricsLog(workdir, start.step, writes=is_first(), **targets, config=to_mapping(config))
     barrier("reading of earlier metrics")
+    if is_first():
+        rundir.amend(workdir, goodput=goodput.record())
     rate = schedule(config.optimizer, config.train.steps)
-    recorder = Recorder(log, progress, rate, config.train.log_every, start.window, together)
+    logging = log, progress, rate, config.train.log_every
+    recorder = Recorder(*logging, start.window, goodput, together)
     recorder.watchdog.seconds = config.train.step_deadline
     train_step = make_train_step(config, program.model, program.optimizer, mesh, program.shardings)
     eval_step = make_eval_step(config, program.model, mesh, program.shardings.params)

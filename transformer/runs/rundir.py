@@ -114,7 +114,7 @@ def is_converted(workdir: Path) -> bool:
 
 
 _MANIFEST_KINDS = {
-    **dict.fromkeys(("data", "versions", "attention_backends", "mesh"), dict),
+    **dict.fromkeys(("data", "versions", "attention_backends", "mesh", "goodput"), dict),
     **dict.fromkeys(("data.train", "data.valid", "data.test"), dict),  # after "data"
     **dict.fromkeys(("devices", "earlier_starts"), list),
     **dict.fromkeys(("parameters", "trained_together"), int),
@@ -200,11 +200,12 @@ def record_start(
     if previous := read_manifest(workdir) if file.exists() else {}:
         last_start = {key: previous.get(key) for key in _OF_A_START}
         manifest["earlier_starts"] = [*previous.get("earlier_starts", []), last_start]
+        manifest["goodput"] = previous.get("goodput", {})
     write_json(file, manifest)
 
 
-def record_end(workdir: Path, **values) -> None:
-    """Adds values to the manifest of a run that has ended or was stopped."""
+def amend(workdir: Path, **values) -> None:
+    """Sets values in the manifest."""
     write_json(workdir / "manifest.json", read_manifest(workdir) | values)
 
 
@@ -214,7 +215,6 @@ _PACKAGES = (
 )  # fmt: skip
 _OF_A_START = (
     "started", "command", "commit", "versions", "host", "devices", "platform", "processes", "mesh",
-    "goodput",
 )  # fmt: skip
 
 
