@@ -22,8 +22,8 @@ Text      WikiText-2 by characters: about 10.9 million unique tokens. The larges
           tokens: give them a larger text with --config.data.train.
 Rule      learning rate 3e-3 (N / 1e5)^(-1/3), the same for all arms. It is not tuned for each arm,
           so that the multipliers hold for this rule only.
-Hardware  two CPU cores, 36 runs for each question; estimated, not measured: 80 minutes on idle
-          cores
+Hardware  two CPU cores, 36 runs for each question; estimated from the two smallest sizes, not
+          measured: two to three hours
 
 Measured: not yet.
 """
