@@ -75,8 +75,11 @@ class Tpu:
 
     def gcloud(self, verb: str, *options: str, stderr_lines: list[str] | None = None) -> int:
         """Runs a gcloud command for this TPU VM or queued resource."""
-        words = ["gcloud", "compute", "tpus", self.group, verb, self.args.name, *self.place]
-        return run([*words, *options], self.dry, stderr_lines=stderr_lines)
+        return run(self._words(verb, *options), self.dry, stderr_lines=stderr_lines)
+
+    def _words(self, verb: str, *options: str) -> list[str]:
+        words = ["gcloud", "compute", "tpus", self.group, verb, self.args.name]
+        return [*words, *self.place, *options]
 
     def _on_node(self, verb: str, *options: str) -> list[str]:
         """A gcloud command that connects to workers of a TPU VM. gcloud has the same for queued
@@ -190,8 +193,7 @@ class Tpu:
 
         Repeats the question, at most `--restarts` times, if it has no answer.
         """
-        command = ["gcloud", "compute", "tpus", self.group, "describe", self.args.name, *self.place]
-        command.append(f"--format=value({fields})")
+        command = self._words("describe", f"--format=value({fields})")
         for _ in range(self.args.restarts + 1):
             result = subprocess.run(command, capture_output=True, text=True, check=False)
             if result.returncode == 0:
