@@ -4,6 +4,7 @@ data/batching.py assembles the sequences of all objectives into batches.
 """
 
 import dataclasses
+import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar, Protocol
@@ -22,6 +23,9 @@ register = OBJECTIVES.register
 
 Batch = Mapping[str, jax.Array]
 """The fields of data/batching.py."""
+
+Part = tuple[np.ndarray, ...]
+"""int32 ids that a sequence contains of a text; of a source and of a target, for pairs."""
 
 Draw = Callable[[], np.random.Generator]
 """Returns a sequence's generator, seeded by (seed, epoch, index); in evaluation, by the index."""
@@ -65,6 +69,19 @@ class Sequences(Protocol):
     report: dict[str, int]  # description -> number of texts or parts dropped or cut
 
     def segments(self, index: int, draw: Draw) -> Sequence[Segment]: ...
+
+
+class OfParts:
+    """Sequences whose segments `objective` makes from their parts."""
+
+    def __init__(self, objective: "Objective", tokenizer: Tokenizer, task: Task):
+        self._make = functools.partial(objective.segments, tokenizer, task)
+
+    def parts(self, index: int) -> list[Part]:
+        raise NotImplementedError
+
+    def segments(self, index: int, draw: Draw) -> list[Segment]:
+        return self._make(self.parts(index), draw)
 
 
 class Loss(Protocol):
@@ -111,6 +128,11 @@ class Objective:
     generates_text: ClassVar[bool] = True  # the model can generate text
 
     @property
+    def can_prepare(self) -> bool:
+        """Whether sequences can be stored as their parts (data/records.py)."""
+        return type(self).segments is not Objective.segments
+
+    @property
     def predicts(self) -> tuple[str, ...]:
         """The prediction targets: "tokens", "labels" or both. Only the heads for these run."""
         return ("labels",) if self.columns[-1] in ("label", "tags") else ("tokens",)
@@ -141,6 +163,18 @@ class Objective:
     def sequences(self, store: Store, part: str, task: Task) -> Sequences:
         """Assigns the texts of a split to sequences."""
         raise NotImplementedError
+
+    def segments(
+        self, tokenizer: Tokenizer, task: Task, parts: Sequence[Part], draw: Draw
+    ) -> list[Segment]:
+        """The segments of a sequence that consists of `parts`."""
+        raise NotImplementedError
+
+    def layout(self, task: Task) -> dict:
+        """The fields of `data` (and the family) that determine the parts of each sequence."""
+        data, names = task.data, ("length", "decoder_length", "packing", "too_long")
+        fields = {name: getattr(data, name) for name in names}
+        return fields | {"objective": data.chosen.name, "family": task.model.family}
 
     def losses(self, outputs: Outputs, batch: Batch) -> dict[str, Loss]:
         """The losses of a batch by name, each a sum. By default, the cross-entropy of `predicts`.

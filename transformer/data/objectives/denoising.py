@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from transformer.data.objectives.base import Draw, Objective, Segment, given, register
+from transformer.data.objectives.base import Objective, OfParts, Part, given, register
 from transformer.data.objectives.language_model import check_prefix
 
 
@@ -110,25 +110,31 @@ class _Denoising(Objective):
     def sequences(self, store, part, task):
         return _Pieces(self, store, part, task)
 
+    def layout(self, task):
+        return super().layout(task) | {"objective": "denoising", "piece": self.piece(task)}
 
-class _Pieces:
-    def __init__(self, objective: _Denoising, store, part: str, task):
-        self._objective, self._tokenizer, self.report = objective, store.tokenizer, {}
-        self._ids, self._size = store.texts(part, 0).ids, objective.piece(task)
-        self._model = task.model
-        count = len(self._ids) // self._size + (len(self._ids) % self._size >= 2)
-        self.lengths = np.full(count, task.data.length)
-
-    def segments(self, index: int, draw: Draw) -> list[Segment]:
-        ids = np.asarray(self._ids[index * self._size : (index + 1) * self._size], np.int32)
-        generator, tokenizer, denoisers = draw(), self._tokenizer, self._objective.denoisers
+    def segments(self, tokenizer, task, parts, draw):
+        ((ids,),), generator, denoisers = parts, draw(), self.denoisers
         denoiser = denoisers[generator.integers(len(denoisers)) if len(denoisers) > 1 else 0]
-        sentinel = self._objective.first_sentinel(tokenizer)
+        sentinel = self.first_sentinel(tokenizer)
         inputs, targets = denoiser.split(ids, sentinel, tokenizer.eos, generator)
         if denoiser.mode_token >= 0:
             inputs = np.concatenate([[tokenizer.vocab_size + denoiser.mode_token], inputs])
         inputs, targets = inputs.astype(np.int32), targets.astype(np.int32)
-        return [given(self._model, tokenizer.bos, inputs, targets)]
+        return [given(task.model, tokenizer.bos, inputs, targets)]
+
+
+class _Pieces(OfParts):
+    def __init__(self, objective: _Denoising, store, part: str, task):
+        super().__init__(objective, store.tokenizer, task)
+        self._ids, self._size = store.texts(part, 0).ids, objective.piece(task)
+        self.report = {}
+        count = len(self._ids) // self._size + (len(self._ids) % self._size >= 2)
+        self.lengths = np.full(count, task.data.length)
+
+    def parts(self, index) -> list[Part]:
+        ids = self._ids[index * self._size : (index + 1) * self._size]
+        return [(np.asarray(ids, np.int32),)]
 
 
 @register("span_corruption")

@@ -1,10 +1,19 @@
 """Causal and prefix language modeling: predicts each token from those before it."""
 
+import dataclasses
 import itertools
 
 import numpy as np
 
-from transformer.data.objectives.base import Objective, Segment, given, parts, register, shifted
+from transformer.data.objectives.base import (
+    Objective,
+    OfParts,
+    Part,
+    Segment,
+    given,
+    parts,
+    register,
+)
 
 
 @register("causal_lm")
@@ -23,16 +32,20 @@ class CausalLM(Objective):
     scores_every_token = True
 
     def sequences(self, store, part, task):
-        data = task.data
-        overlap = 0 if part == "train" else data.eval_overlap
-        return _LMSequences(store, part, data.length, data.packing, overlap)
+        return _LMSequences(self, store, part, task)
+
+    def segments(self, tokenizer, task, parts, draw):
+        """The first id of each part is the token before its targets, or bos."""
+        return [Segment(ids[:-1], ids[1:]) for (ids,) in parts]
 
 
-class _LMSequences:
-    def __init__(self, store, part: str, length: int, packing: bool, overlap: int):
+class _LMSequences(OfParts):
+    def __init__(self, objective: CausalLM, store, part: str, task):
+        super().__init__(objective, store.tokenizer, task)
         texts, self._tokenizer, self.report = store.texts(part, 0), store.tokenizer, {}
         self._ids, self._ends = texts.ids, np.asarray(texts.ends)
-        total, new = len(texts.ids), length - overlap
+        overlap = 0 if part == "train" else task.data.eval_overlap
+        total, new, packing = len(texts.ids), task.data.length - overlap, task.data.packing
         self._starts = np.arange(0, total, new) if packing else parts(texts, new)[0]
         self._stops = np.minimum(np.append(self._starts[1:], total), self._starts + new)
         self._reads = np.maximum(self._starts - overlap, 0)  # first input of each sequence
@@ -42,19 +55,23 @@ class _LMSequences:
             self._reads = np.maximum(self._reads, text_starts[text_of])
         self.lengths = self._stops - self._reads
 
-    def segments(self, index, draw) -> list[Segment]:
-        read, start, stop = (int(x[index]) for x in (self._reads, self._starts, self._stops))
+    def parts(self, index) -> list[Part]:
+        read, stop = int(self._reads[index]), int(self._stops[index])
         first = np.searchsorted(self._ends, read, "right")
         last = np.searchsorted(self._ends, stop, "left")
-        bounds = [read, *map(int, self._ends[first:last]), stop]
         out, tokenizer = [], self._tokenizer
-        for a, b in itertools.pairwise(bounds):
-            targets = np.asarray(self._ids[a:b], np.int32)
+        for a, b in itertools.pairwise([read, *map(int, self._ends[first:last]), stop]):
             starts_text = a == 0 or self._ids[a - 1] == tokenizer.eos
-            inputs = shifted(tokenizer.bos if starts_text else int(self._ids[a - 1]), targets)
-            weights = (np.arange(a, b) >= start).astype(np.float32)
-            out.append(Segment(inputs, targets, weights=weights))
+            before = tokenizer.bos if starts_text else self._ids[a - 1]
+            out.append((np.concatenate([[before], self._ids[a:b]]).astype(np.int32),))
         return out
+
+    def segments(self, index, draw):
+        segments, context = super().segments(index, draw), self._starts[index] - self._reads[index]
+        sizes = [len(segment.inputs) for segment in segments]
+        weights = (np.arange(sum(sizes)) >= context).astype(np.float32)
+        pairs = zip(segments, np.split(weights, np.cumsum(sizes)[:-1]), strict=True)
+        return [dataclasses.replace(segment, weights=part) for segment, part in pairs]
 
 
 @register("prefix_lm")
@@ -74,7 +91,15 @@ class PrefixLM(Objective):
         return check_prefix(task)
 
     def sequences(self, store, part, task):
-        return _PrefixSequences(store, part, task)
+        return _PrefixSequences(self, store, part, task)
+
+    def segments(self, tokenizer, task, parts, draw):
+        ((ids,),) = parts
+        cut = int(draw().integers(1, len(ids)))
+        source = ids[:cut]
+        if task.model.is_encoder_decoder:
+            source = np.append(source, tokenizer.eos).astype(np.int32)
+        return [given(task.model, tokenizer.bos, source, ids[cut:])]
 
 
 def check_prefix(task) -> str | None:
@@ -83,11 +108,11 @@ def check_prefix(task) -> str | None:
         return "gives the decoder a prefix to read bidirectionally; set model.prefix_lm=True"
 
 
-class _PrefixSequences:
-    def __init__(self, store, part: str, task):
-        texts, self._tokenizer, data = store.texts(part, 0), store.tokenizer, task.data
-        self._ids, self._model = texts.ids, task.model
-        is_pair = self._model.is_encoder_decoder
+class _PrefixSequences(OfParts):
+    def __init__(self, objective: PrefixLM, store, part: str, task):
+        super().__init__(objective, store.tokenizer, task)
+        texts, data, is_pair = store.texts(part, 0), task.data, task.model.is_encoder_decoder
+        self._ids = texts.ids
         # The inputs of an encoder end in eos, too.
         max_tokens = min(data.length - 1, data.decoder_length) if is_pair else data.length
         starts, stops = parts(texts, max_tokens)
@@ -100,10 +125,5 @@ class _PrefixSequences:
         dropped = int((~keep).sum())
         self.report = {"parts of one token were dropped": dropped} if dropped else {}
 
-    def segments(self, index, draw) -> list[Segment]:
-        ids = np.asarray(self._ids[self._starts[index] : self._stops[index]], np.int32)
-        cut, tokenizer = int(draw().integers(1, len(ids))), self._tokenizer
-        source = ids[:cut]
-        if self._model.is_encoder_decoder:
-            source = np.append(source, tokenizer.eos).astype(np.int32)
-        return [given(self._model, tokenizer.bos, source, ids[cut:])]
+    def parts(self, index) -> list[Part]:
+        return [(np.asarray(self._ids[self._starts[index] : self._stops[index]], np.int32),)]

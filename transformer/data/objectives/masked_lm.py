@@ -4,7 +4,16 @@ import dataclasses
 
 import numpy as np
 
-from transformer.data.objectives.base import Draw, Objective, Segment, pack, parts, register
+from transformer.data.objectives.base import (
+    Draw,
+    Objective,
+    OfParts,
+    Part,
+    Segment,
+    pack,
+    parts,
+    register,
+)
 from transformer.errors import UserError
 
 
@@ -66,7 +75,19 @@ class MaskedLM(Objective):
 
     def sequences(self, store, part, task):
         sequences = _SentencePairs if self.next_sentence else _MaskedSequences
-        return sequences(self, store, part, task.data)
+        return sequences(self, store, part, task)
+
+    @property
+    def can_prepare(self):
+        return not self.next_sentence
+
+    def segments(self, tokenizer, task, parts, draw):
+        out, generator = [], draw()
+        for (text,) in parts:
+            ids = np.concatenate([[tokenizer.bos], text]).astype(np.int32)
+            inputs, weights = self.corrupt(ids, tokenizer, generator)
+            out.append(Segment(inputs, ids, weights=weights))
+        return out
 
     def corrupt(self, ids: np.ndarray, tokenizer, generator) -> tuple[np.ndarray, np.ndarray]:
         """(inputs, weight of each token as a target)."""
@@ -96,9 +117,10 @@ class MaskedLM(Objective):
         return np.flatnonzero(np.isin(word, chosen))
 
 
-class _MaskedSequences:
-    def __init__(self, objective: MaskedLM, store, part: str, data):
-        texts, self._objective, self._tokenizer = store.texts(part, 0), objective, store.tokenizer
+class _MaskedSequences(OfParts):
+    def __init__(self, objective: MaskedLM, store, part: str, task):
+        super().__init__(objective, store.tokenizer, task)
+        texts, data = store.texts(part, 0), task.data
         self._ids, self.report = texts.ids, {}
         self._starts, self._stops = parts(texts, data.length - 1)
         sizes = self._stops - self._starts + 1
@@ -108,23 +130,18 @@ class _MaskedSequences:
         else:
             self._members, self.lengths = np.arange(len(sizes))[:, None], sizes
 
-    def segments(self, index: int, draw: Draw) -> list[Segment]:
-        out, generator = [], draw()
-        for i in self._members[index]:
-            text = self._ids[self._starts[i] : self._stops[i]]
-            ids = np.concatenate([[self._tokenizer.bos], text]).astype(np.int32)
-            inputs, weights = self._objective.corrupt(ids, self._tokenizer, generator)
-            out.append(Segment(inputs, ids, weights=weights))
-        return out
+    def parts(self, index) -> list[Part]:
+        ends = [(self._starts[i], self._stops[i]) for i in self._members[index]]
+        return [(np.asarray(self._ids[a:b], np.int32),) for a, b in ends]
 
 
 class _SentencePairs:
     """Parts of texts, two in each sequence."""
 
-    def __init__(self, objective: MaskedLM, store, part: str, data):
+    def __init__(self, objective: MaskedLM, store, part: str, task):
         texts, self._objective, self._tokenizer = store.texts(part, 0), objective, store.tokenizer
         self._ids = texts.ids
-        starts, stops = parts(texts, (data.length - 3) // 2)
+        starts, stops = parts(texts, (task.data.length - 3) // 2)
         stops = stops - np.isin(stops, texts.ends)  # without the eos of the text
         keep = stops > starts
         self._starts, self._stops = starts[keep], stops[keep]
@@ -134,7 +151,7 @@ class _SentencePairs:
             problem = f"needs at least two texts; the {part} split has one"
             raise UserError(f"data.objective: next_sentence {problem}")
         alone = len(texts) - len(np.unique(self._text[self._first]))
-        self.lengths = np.full(len(self._first), data.length)
+        self.lengths = np.full(len(self._first), task.data.length)
         self.report = {"texts are too short to form a pair": alone} if alone else {}
 
     def segments(self, index: int, draw: Draw) -> list[Segment]:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from transformer.data.objectives import OBJECTIVES
-from transformer.data.objectives.base import Objective, Segment, given, keep, pack
+from transformer.data.objectives.base import Objective, OfParts, Part, given, keep, pack
 
 
 @OBJECTIVES.register("seq2seq")
@@ -26,16 +26,20 @@ class Seq2Seq(Objective):
     has_prefix = True
 
     def sequences(self, store, part, task):
-        return _Pairs(store, part, task)
+        return _Pairs(self, store, part, task)
+
+    def segments(self, tokenizer, task, parts, draw):
+        return [given(task.model, tokenizer.bos, *pair) for pair in parts]
 
 
-class _Pairs:
+class _Pairs(OfParts):
     """Pairs in sequences: an encoder's and a decoder's, or one of a decoder-only model. The lists
     `sizes` (of pairs) and `rooms` (of a sequence) are [source, target] or [both]."""
 
-    def __init__(self, store, part: str, task):
-        data, self._model = task.data, task.model
-        self._length, self._alone = data.length, task.model.family == "decoder"
+    def __init__(self, objective: Seq2Seq, store, part: str, task):
+        super().__init__(objective, store.tokenizer, task)
+        data, self._alone = task.data, task.model.family == "decoder"
+        self._length = data.length
         self._texts = [store.texts(part, side) for side in (0, 1)]
         self._tokenizer, self._before = store.tokenizer, store.tokenizer.source_prefix_ids
         source, target = (texts.lengths for texts in self._texts)
@@ -53,18 +57,17 @@ class _Pairs:
             self.members = [pairs[members] for members in pack(sizes, rooms)]
             self.lengths = np.full(len(self.members), data.length)
 
-    def segments(self, index, draw) -> list[Segment]:
-        return [self._segment(pair) for pair in self.members[index]]
+    def parts(self, index) -> list[Part]:
+        return [self._part(pair) for pair in self.members[index]]
 
-    def _segment(self, pair: int) -> Segment:
-        rooms, bos = self._rooms, self._tokenizer.bos
+    def _part(self, pair: int) -> Part:
+        rooms = self._rooms
         if self._alone:
             length, half = self._length, self._length // 2
             rooms = (half, length - half) if self._long[pair] else (length, length)
         source, targets = (texts[pair] for texts in self._texts)
-        source = self._cut([*self._before, *source], rooms[0])
-        targets = self._cut(targets, rooms[1])
-        return given(self._model, bos, source, targets)
+        source = [*self._before, *source]
+        return self._cut(source, rooms[0]), self._cut(targets, rooms[1])
 
     def _cut(self, ids: Sequence[int], room: int) -> np.ndarray:
         """The ids up to `room`, the last of which becomes eos."""
