@@ -127,13 +127,9 @@ class Fields:
     """
 
     def __init__(
-        self,
-        values: Mapping[str, Any],
-        family: str,
-        table: Mapping[str, Any],
-        aliases: Mapping[str, str] = types.MappingProxyType({}),
-        inside: str = "",
-    ):
+        self, values: Mapping[str, Any], family: str, table: Mapping[str, Any],
+        aliases: Mapping[str, str] = types.MappingProxyType({}), inside: str = "",
+    ):  # fmt: skip
         values = dict(values)
         self.family, self._inside, self._seen = family, inside, set()
         self.table = {name: field(default) for name, default in table.items()}

@@ -82,14 +82,9 @@ def options(choice: Choice) -> Mapping:
 
 
 def rope(
-    values: Mapping,
-    family: str,
-    length: int,
-    theta: float,
-    fraction: float = 1.0,
-    partial: bool = False,
-    inside: str = "rope_parameters.",
-) -> dict:
+    values: Mapping, family: str, length: int, theta: float, fraction: float = 1.0,
+    partial: bool = False, inside: str = "rope_parameters.",
+) -> dict:  # fmt: skip
     """Returns our position for one `rope_parameters` object. `theta` and `fraction` are defaults
     for the base and the rotated share of each head. `partial` is whether the family supports shares
     below 1."""

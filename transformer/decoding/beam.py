@@ -83,21 +83,11 @@ def _can_win(beams: Beams, limits_B: jax.Array, alpha: float) -> jax.Array:
 
 
 def beam_search(
-    model: nn.Module,
-    params: Any,
-    prompt_BxP: jax.Array | None,
-    limits_B: jax.Array,
-    *,
-    beam_size: int,
-    alpha: float,
-    max_new: int,
-    eos_id: Ids = None,
-    pad_id: int | None = None,
-    suppress_tokens: Sequence[int] = (),
-    source_BxS: jax.Array | None = None,
-    prompt_mask_BxP: jax.Array | None = None,
-    source_mask_BxS: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array]:
+    model: nn.Module, params: Any, prompt_BxP: jax.Array | None, limits_B: jax.Array, *,
+    beam_size: int, alpha: float, max_new: int, eos_id: Ids = None, pad_id: int | None = None,
+    suppress_tokens: Sequence[int] = (), source_BxS: jax.Array | None = None,
+    prompt_mask_BxP: jax.Array | None = None, source_mask_BxS: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """Returns the best hypotheses, int32[B, K, max_new], and scores, float32[B, K]; best first.
 
     Missing hypotheses have a score of -1e9. If no hypothesis of a sequence has ended within its

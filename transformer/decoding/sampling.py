@@ -24,23 +24,12 @@ from transformer.model.special_tokens import Ids
 
 
 def sample(
-    model: nn.Module,
-    params: Any,
-    prompt_BxP: jax.Array | None,
-    limits_B: jax.Array,
-    keys_B: jax.Array,
-    *,
-    max_new: int,
-    eos_id: Ids = None,
-    pad_id: int | None = None,
-    suppress_tokens: Sequence[int] = (),
-    source_BxS: jax.Array | None = None,
-    prompt_mask_BxP: jax.Array | None = None,
-    source_mask_BxS: jax.Array | None = None,
-    temperature: float = 0.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-) -> jax.Array:
+    model: nn.Module, params: Any, prompt_BxP: jax.Array | None, limits_B: jax.Array,
+    keys_B: jax.Array, *, max_new: int, eos_id: Ids = None, pad_id: int | None = None,
+    suppress_tokens: Sequence[int] = (), source_BxS: jax.Array | None = None,
+    prompt_mask_BxP: jax.Array | None = None, source_mask_BxS: jax.Array | None = None,
+    temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0,
+) -> jax.Array:  # fmt: skip
     """Continues each prompt up to eos or `limits_B` tokens, then pads: int32[B, max_new].
 
     B is the number of sequences, P the length of the longest prompt, S that of the longest source.

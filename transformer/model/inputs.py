@@ -19,17 +19,10 @@ from transformer.model.masks import Tokens
 
 
 def locate(
-    config: ModelConfig,
-    tokens_BxT: jax.Array,
-    name: str = "tokens",
-    *,
-    before: Tokens | None = None,
-    positions=None,
-    segment_ids=None,
-    padding_mask=None,
-    prefix_mask=None,
-    order="",
-) -> Tokens:
+    config: ModelConfig, tokens_BxT: jax.Array, name: str = "tokens", *,
+    before: Tokens | None = None, positions=None, segment_ids=None, padding_mask=None,
+    prefix_mask=None, order="",
+) -> Tokens:  # fmt: skip
     """Returns the positions and documents of tokens.
 
     By default, all tokens are real tokens of one document, at positions 0, 1, 2, ... With `before`,

@@ -230,18 +230,9 @@ class EncoderDecoder(_Family):
         self.unembedding = Unembedding(cfg)
 
     def features(
-        self,
-        source_BxS,
-        target_BxT,
-        *,
-        source_positions=None,
-        source_segment_ids=None,
-        source_padding_mask=None,
-        deterministic=True,
-        dropout_rate=None,
-        source_order="",
-        **options,
-    ) -> tuple[jax.Array, Head]:
+        self, source_BxS, target_BxT, *, source_positions=None, source_segment_ids=None,
+        source_padding_mask=None, deterministic=True, dropout_rate=None, source_order="", **options,
+    ) -> tuple[jax.Array, Head]:  # fmt: skip
         """Returns the head's input, [B, T, E], and the head. `options` are those of the target."""
         check_same_documents(options.get("segment_ids"), source_segment_ids)
         dropout = {"deterministic": deterministic, "dropout_rate": dropout_rate}
@@ -260,15 +251,9 @@ class EncoderDecoder(_Family):
         return encoded_BxSxD, tokens
 
     def decode(
-        self,
-        target_BxT,
-        cache: Cache,
-        encoded_BxSxD: jax.Array | None,
-        encoded_tokens: Tokens,
-        *,
-        last_only=False,
-        **options,
-    ) -> tuple[jax.Array, Cache]:
+        self, target_BxT, cache: Cache, encoded_BxSxD: jax.Array | None, encoded_tokens: Tokens, *,
+        last_only=False, **options,
+    ) -> tuple[jax.Array, Cache]:  # fmt: skip
         """Returns the logits of tokens that follow those in the cache, and the updated cache.
 
         With `last_only`, only the logits of the last token are computed. The first call takes the

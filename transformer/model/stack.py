@@ -100,15 +100,10 @@ class Stack(nn.Module):
 
     @nn.compact
     def __call__(
-        self,
-        x_BxTxD: jax.Array,
-        tokens: Tokens,
-        encoded_BxSxD: jax.Array | None = None,
-        encoded_tokens: Tokens | None = None,
-        cache: Cache | None = None,
-        deterministic: bool = True,
-        dropout_rate: jax.Array | None = None,
-    ) -> tuple[jax.Array, Cache | None]:
+        self, x_BxTxD: jax.Array, tokens: Tokens, encoded_BxSxD: jax.Array | None = None,
+        encoded_tokens: Tokens | None = None, cache: Cache | None = None,
+        deterministic: bool = True, dropout_rate: jax.Array | None = None,
+    ) -> tuple[jax.Array, Cache | None]:  # fmt: skip
         """Returns the residual stream after the last layer and the updated cache, if any."""
         cfg = self.config
         if cfg.random_positions and not deterministic:

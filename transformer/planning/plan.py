@@ -136,15 +136,10 @@ class Plan:
 
 
 def make_plan(
-    config: Experiment,
-    topology: Topology,
-    devices: list,
-    *,
-    only: Sequence[str] = PROGRAMS,
-    price: float | None = None,
-    kernels: Sequence[KernelCycles] = (),
+    config: Experiment, topology: Topology, devices: list, *, only: Sequence[str] = PROGRAMS,
+    price: float | None = None, kernels: Sequence[KernelCycles] = (),
     report: Callable[[str], None] = lambda line: None,
-) -> Plan:
+) -> Plan:  # fmt: skip
     """Compiles the programs in `only` and returns their plan. `report` receives lines of progress.
     `kernels` are attention kernels whose cycles bound their time (cycles.py). Raises UserError for
     an experiment that cannot be laid out on the machine."""

@@ -27,13 +27,9 @@ LADDER = (("none", 1), ("dots", 1), *(("full", 2**n) for n in range(7)))
 
 
 def search(
-    config: Experiment,
-    topology: Topology,
-    devices: list,
-    max_plans: int,
-    report: Callable[[str], None],
-    price: float | None = None,
-) -> list[Plan]:
+    config: Experiment, topology: Topology, devices: list, max_plans: int,
+    report: Callable[[str], None], price: float | None = None,
+) -> list[Plan]:  # fmt: skip
     """Compiles up to `max_plans` layouts, and returns their plans. Plans that fit come first, by
     the time of a step. `report` receives lines of progress. Raises UserError if no layout could be
     tried."""

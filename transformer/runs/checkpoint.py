@@ -41,11 +41,9 @@ class Checkpoints:
     """The `checkpoints/` folder of a run."""
 
     def __init__(
-        self,
-        workdir: str | os.PathLike,
-        config: TrainConfig,
+        self, workdir: str | os.PathLike, config: TrainConfig,
         report: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
-    ):
+    ):  # fmt: skip
         """`report` receives a line for each damaged checkpoint that is moved away."""
         self._config, self._report = config, report
         self.folder = epath.Path(workdir) / "checkpoints"

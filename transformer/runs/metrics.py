@@ -128,14 +128,9 @@ class Progress:
         self._is_open = False  # whether the last line is one that `show` may update
 
     def show(
-        self,
-        step: int,
-        loss: float,
-        rate: float,
-        tokens_per_second: float,
-        seconds_per_step: float,
-        goodput: float,
-    ) -> None:
+        self, step: int, loss: float, rate: float, tokens_per_second: float,
+        seconds_per_step: float, goodput: float,
+    ) -> None:  # fmt: skip
         """Shows the progress line. `seconds_per_step` is the average over the last interval."""
         done = f"step {step:>{len(f'{self.steps:,}')},}/{self.steps:,}  {step / self.steps:4.0%}"
         line = f"{done}  loss {loss:6.3f}  lr {rate:.1e}"
@@ -182,15 +177,9 @@ class Recorder:
     """
 
     def __init__(
-        self,
-        log: MetricsLog,
-        progress: Progress,
-        rate: Callable,
-        every: int,
-        window,
-        goodput: Goodput,
-        together=1,
-    ):
+        self, log: MetricsLog, progress: Progress, rate: Callable, every: int, window,
+        goodput: Goodput, together=1,
+    ):  # fmt: skip
         self._log, self._progress, self._rate, self._every = log, progress, rate, every
         self.goodput = goodput
         self._together = {"time/together": together} if together > 1 else {}

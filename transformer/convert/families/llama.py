@@ -55,16 +55,11 @@ def gated(theirs: str, ours: str, c: ModelConfig, names: Parts = GATED) -> Itera
 
 
 def variant(
-    model_type: str,
-    architecture: str,
-    fields: Mapping[str, Any],
-    read: Callable[[Fields], dict] = rotary,
-    write: Callable[[ModelConfig], dict] = write_rotary,
-    norms: Mapping[str, str] = PRE_NORMS,
-    projections: Parts = PROJECTIONS,
-    feed_forward: Weights = gated,
-    **family,
-) -> Family:
+    model_type: str, architecture: str, fields: Mapping[str, Any],
+    read: Callable[[Fields], dict] = rotary, write: Callable[[ModelConfig], dict] = write_rotary,
+    norms: Mapping[str, str] = PRE_NORMS, projections: Parts = PROJECTIONS,
+    feed_forward: Weights = gated, **family,
+) -> Family:  # fmt: skip
     """Returns a family, given how it differs from Llama.
 
     fields: the fields of config.json that Llama lacks, or whose default differs.
