@@ -1,5 +1,4 @@
-"""The Python functions behind the command line: train, load_run, evaluate, generate, score
-and embed."""
+"""The functions behind the command line: train, load_run, evaluate, generate, score and embed."""
 
 import os
 from collections.abc import Mapping, Sequence

@@ -152,8 +152,7 @@ class Fields:
 
     def get(self, name: str, default: Any = _MISSING):
         """Returns the field's value, or its default if it is missing. Numbers are of its kind.
-        Raises UserError for a value of the wrong type or range, and for a missing required
-        field."""
+        Raises UserError for a wrong type or range, and for a missing field without a default."""
         self._seen.add(name)
         spec = self.table[name]
         default = spec.default if default is _MISSING else default

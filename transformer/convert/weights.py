@@ -35,12 +35,8 @@ class Copy:
 
     theirs: str
     of: str
-    written: bool = False
-    """Whether to write it. Needed where Transformers does not tie the two: it would initialize a
-    missing tensor at random."""
-
-    compared: bool = True
-    """Whether its numbers must equal those of `of`. False where Transformers ignores the tensor."""
+    written: bool = False  # needed where Transformers would initialize a missing tensor at random
+    compared: bool = True  # its numbers must be those of `of`; False where Transformers ignores it
 
 
 def expert(ours: str, index: int) -> str:
@@ -79,9 +75,8 @@ def matrix(theirs: str, *ours: str, inputs: int = 1, transposed: bool = True) ->
 
 
 def _joined(theirs: str, ours: tuple[str, ...], reshaped: Callable, transposed=False) -> Weight:
-    """Parameters that are reshaped and then concatenated along their last axis. `reshaped` returns
-    the new shape of a parameter of a given shape. `transposed`: the tensor is a matrix, and
-    transposed."""
+    """Parameters that are reshaped and then concatenated along their last axis. `reshaped` maps
+    a shape to the new one. `transposed`: the tensor is a matrix, and transposed."""
 
     def shape(shapes):
         parts = [reshaped(shape) for shape in shapes]

@@ -75,8 +75,7 @@ def _grow(
 
 def _can_win(beams: Beams, limits_B: jax.Array, alpha: float) -> jax.Array:
     """Whether a live beam of some sequence can still beat the worst ended hypothesis that it keeps.
-    Log-probabilities only decrease. So the score of a live beam is at most its log-probability
-    divided by the largest penalty that it can reach."""
+    Log-probabilities only decrease, so no score exceeds the present one at the largest penalty."""
     logp_B, worst_B = beams.live_logp_BxK[:, 0], beams.ended_score_BxK[:, -1]
     can_beat_B = logp_B / length_penalty(limits_B, alpha) > worst_B
     return jnp.any((beams.step < limits_B) & (logp_B > NEVER / 2) & can_beat_B)

@@ -119,9 +119,8 @@ SELF_ATTENTION_ONLY = ("distance", "previous")
 
 
 def streams(subject: Subject, params, recorded: dict) -> Iterator[tuple[jax.Array, Callable]]:
-    """Yields (input of the head, head) after each layer of the last stack, as if it ended there.
-    `recorded` holds the residual streams after the layers (the collection "streams" of
-    model/watch.py). Each is ended as the stack ends."""
+    """Yields (input of the head, head) after each layer of the last stack, as if it ended there,
+    from the residual streams after the layers (`recorded`: "streams" of model/watch.py)."""
     config, flat = subject.config.model, flatten(recorded)
     side = config.sides[-1]
     module, of_stack, done = config.norm_module(parent=None), params[side], 0

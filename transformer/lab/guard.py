@@ -200,10 +200,9 @@ def _settings(tree: dict) -> tuple[str, ...]:
 def matched(
     sweep: Sweep, configs: Configs, before: Configs, report: Callable[[str], None]
 ) -> dict[str, Experiment]:
-    """Returns the arms, sized to match the baseline as `sweep.match` requires. Parameters and
-    floating-point operations are matched by d_ff, in multiples of 8. Time is matched by the number
-    of training steps, which is taken from `before` for arms that were measured there. Raises
-    UserError if an arm cannot be matched."""
+    """Returns the arms, sized to match the baseline as `sweep.match` requires: parameters and FLOPs
+    by d_ff, in multiples of 8, and time by the number of steps, which is taken from `before` for
+    arms that were measured there. Raises UserError if an arm cannot be matched."""
     if not sweep.match:
         return dict(configs)
     if sweep.match == "time":

@@ -49,8 +49,7 @@ class Cache:
     layers: one state per layer, also if the layers are scanned: a stack of all states would be
         copied whole at each step.
     tokens: one entry per slot. Empty slots have segment 0, so masks hide them.
-    index: int32[], the next slot to write. It is the same for all sequences, because prompts are
-        padded on the left.
+    index: int32[], the next slot to write, for all sequences, as prompts are padded on the left.
     """
 
     layers: tuple[LayerState, ...]

@@ -1,7 +1,6 @@
 """Embedding and unembedding: from tokens to vectors, and from vectors to logits.
 
-Shape suffixes: B batch, T length, D d_model, E d_embedding (usually d_model), V vocabulary,
-Y token types.
+Shape suffixes: B batch, T length, D d_model, E d_embedding or d_model, V vocabulary, Y token types.
 """
 
 import jax
@@ -61,9 +60,8 @@ class Embedding(nn.Module):
 
 @struct.dataclass
 class Head:
-    """The map from the last hidden state to logits: h W^T + b, in float32. With `soft_cap` c, the
-    logits are capped to c tanh(logits / c). The head is a pytree of arrays, so that a loss can
-    apply it in chunks."""
+    """The map from the last hidden state to logits: h W^T + b, in float32, or with `soft_cap` c,
+    c tanh(logits / c). It is a pytree of arrays, so that a loss can apply it in chunks."""
 
     matrix_VxE: jax.Array
     bias_V: jax.Array | None = None

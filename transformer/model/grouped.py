@@ -2,10 +2,9 @@
 
 Shape suffixes: n rows, I and O input and output size of a matrix, G groups.
 
-`jax.lax.ragged_dot` computes this product. On TPUs its gradient with respect to the matrices
-multiplies all rows by every group and masks most of the result to zero (seen in the programs that
-libtpu 0.0.42.1 compiles). TPUs therefore use JAX's "MegaBlocks" kernels (Gale et al. 2023), which
-process only the rows of each group.
+`jax.lax.ragged_dot` computes this product. On TPUs its gradient by the matrices multiplies all rows
+by every group and masks most of the result to zero (as libtpu 0.0.42.1 compiles it). So TPUs use
+JAX's "MegaBlocks" kernels (Gale et al. 2023), which process only the rows of each group.
 """
 
 import jax

@@ -18,8 +18,7 @@ def matrix(
     """Declares the parameter `kernel`, [*inputs, *outputs], and returns it for use in a product.
 
     The returned matrix has the config's `dtype` and is gathered along d_model. Initial values are
-    those of the matrix [prod(inputs), prod(outputs)], times `gain`. `names` are the logical names
-    of the axes.
+    those of the matrix [prod(inputs), prod(outputs)], times `gain`. `names` are logical axis names.
     """
     cfg = module.config
 

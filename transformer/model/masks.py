@@ -2,9 +2,8 @@
 
 Shape suffixes: B batch (or 1), T query length, S key length.
 
-A mask depends only on the `Tokens` that it is called with, not on shapes or offsets. The same
-`CAUSAL & SAME_SEGMENT` therefore serves padded batches, packed batches, prefill and single decoding
-steps.
+A mask depends only on the `Tokens` that it is called with, not on shapes or offsets. So the same
+`CAUSAL & SAME_SEGMENT` serves padded and packed batches, prefill and single decoding steps.
 """
 
 import dataclasses
@@ -43,24 +42,15 @@ class Tokens:
 
 @dataclasses.dataclass(frozen=True)
 class Mask:
-    """An attention mask: `rule(q, k)` is True where a query may attend to a key.
-
-    Calling a mask returns bool[B, T, S]. Masks compose with `&` and `|`.
-
-    Backends may use these facts:
-
-    within: every allowed key is in the query's document.
-    causal: no allowed key is later than its query (or the end of the query's prefix).
-    window: allowed keys are fewer than this many positions away; 0: no bound.
-    plain: the three facts above describe the mask completely.
-    """
+    """An attention mask: `rule(q, k)` is True where a query may attend to a key. Calling a mask
+    returns bool[B, T, S]. Masks compose with `&` and `|`. Backends may use the other facts."""
 
     rule: Callable[[Tokens, Tokens], jax.Array]
     name: str
-    within: bool = False
-    causal: bool = False
-    window: int = 0
-    plain: bool = False
+    within: bool = False  # every allowed key is in the query's document
+    causal: bool = False  # no allowed key is later than its query (or the end of its prefix)
+    window: int = 0  # allowed keys are fewer than this many positions away; 0: no bound
+    plain: bool = False  # the three facts above describe the mask completely
 
     def __call__(self, q: Tokens, k: Tokens) -> jax.Array:
         return self.rule(q, k)

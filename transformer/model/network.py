@@ -139,8 +139,7 @@ class _Family(nn.Module):
         return empty_cache(self.config, batch, slots)
 
     def __call__(self, *tokens: jax.Array, **options) -> jax.Array:
-        """Returns the logits, float32[B, T, V]. Options as for `features`. `tokens` are int32[B,
-        T], or int32[B, S] and int32[B, T]."""
+        """Returns the logits, float32[B, T, V]. Tokens and options as for `features`."""
         h_BxTxD, head = self.features(*tokens, **options)
         return head(h_BxTxD)
 
@@ -150,8 +149,7 @@ class _Family(nn.Module):
 
 
 class _OneStack(_Family):
-    """A model with one stack. From the last hidden state it computes logits over the vocabulary
-    (`lm_head`), labels (`num_labels`), or both."""
+    """A model with one stack, which predicts tokens (`lm_head`), labels (`num_labels`), or both."""
 
     def setup(self):
         cfg = self.config
@@ -187,8 +185,7 @@ class _OneStack(_Family):
         return self.read(h_BxTxD), self.classifier(h_BxTxD, tokens)
 
     def __call__(self, tokens_BxT, **options) -> jax.Array:  # type: ignore[override]
-        """Returns the logits, float32[B, T, V]; without `lm_head`, the result of `classify`.
-        Options as for `hidden`."""
+        """Returns the logits, float32[B, T, V], or those of `classify`. Options as for `hidden`."""
         if not self.config.lm_head:
             return self.classify(tokens_BxT, **options)
         if self.is_initializing() and hasattr(self, "classifier"):

@@ -28,8 +28,7 @@ def checked(config) -> dict[str, Ids]:
 
     Duplicates in `eos_id` are removed. A tuple of one id becomes that id, and an empty tuple None.
 
-    Raises UserError for an id outside the vocabulary, and for a decoder start token in a model that
-    is not an encoder_decoder.
+    Raises UserError for ids outside the vocabulary, and a start token without an encoder_decoder.
     """
     tokens = {field: getattr(config, field) for field in SPECIAL_TOKENS}
     ends = tuple(dict.fromkeys(as_tuple(tokens["eos_id"])))

@@ -29,9 +29,8 @@ Carry = tuple[Streams, Any]
 
 
 class Layer(nn.Module):
-    """A token mixer, cross-attention and a feed-forward, each in a residual connection. Only a
-    decoder layer with an encoder has cross-attention, and only if its mixer does not read the
-    source itself. feed_forward='none' omits the feed-forward."""
+    """A token mixer, cross-attention and a feed-forward (if any), each in a residual connection.
+    Only a decoder layer with an encoder has cross-attention, unless its mixer reads the source."""
 
     config: ModelConfig
     side: str

@@ -64,8 +64,7 @@ class Plan:
         return self.topology.chip.hbm / self.topology.chip.devices
 
     def fits_in(self, part: Part) -> bool:
-        """Returns whether a device has room for a program. Temporaries count on TPUs only. Others
-        are of another compiler than the machine's."""
+        """Whether a device has room for a program. Temporaries count if a TPU's, not if a CPU's."""
         held = sum(part.memory.values())
         if not self.topology.is_tpu:
             held -= part.memory.get("temporaries", 0)

@@ -30,9 +30,8 @@ def search(
     config: Experiment, topology: Topology, devices: list, max_plans: int,
     report: Callable[[str], None], price: float | None = None,
 ) -> list[Plan]:  # fmt: skip
-    """Compiles up to `max_plans` layouts, and returns their plans. Plans that fit come first, by
-    the time of a step. `report` receives lines of progress. Raises UserError if no layout could be
-    tried."""
+    """Compiles up to `max_plans` layouts, and returns their plans, those that fit first, by the
+    time of a step. `report` receives lines of progress. Raises UserError if none could be tried."""
     plans: list[Plan] = []
     reasons = collections.Counter()
     size = sum(x.size for x in jax.tree.leaves(abstract_params(config.model)))

@@ -97,9 +97,8 @@ class Checkpoints:
         self._manager.check_for_errors()
 
     def newest_intact(self, read: Callable[[int], T]) -> T:
-        """Returns `read(step)` for the newest checkpoint that is not damaged. Newer, damaged
-        checkpoints are moved to `damaged/` beside this folder. Raises Damaged if no checkpoint is
-        intact, or at once with `train.strict_checkpoints`."""
+        """Returns `read(step)` for the newest intact checkpoint; newer, damaged ones are moved to
+        `damaged/`. Raises Damaged if none is intact, or at once with `train.strict_checkpoints`."""
         damaged: dict[int, Damaged] = {}
         for step in reversed(self.steps):
             try:
@@ -128,9 +127,8 @@ class Checkpoints:
         return TrainState(params=items["params"], ema=items.get("ema"), **items["rest"]), record
 
     def evaluation_params(self, abstract_params):
-        """Returns the parameters that an evaluation of the run uses, as the config sets them. They
-        are the moving average (`train.ema_decay`), or else the mean of the last
-        `train.average_checkpoints` checkpoints."""
+        """Returns the parameters to evaluate: the moving average (`train.ema_decay`), or else the
+        mean of the last `train.average_checkpoints` checkpoints."""
         ema = self._config.ema_decay > 0
         item, mean_of = ("ema", 1) if ema else ("params", self._config.average_checkpoints)
         total, steps = None, self.steps[-max(mean_of, 1) :]

@@ -23,9 +23,8 @@ from transformer.runs.watchdog import Watchdog
 
 
 class MetricsLog:
-    """The log `metrics.jsonl`, with one flat JSON object per line, `step` first. On resuming at
-    step n, lines after step n are removed. If there are several processes, only one `writes`. The
-    others read the existing lines and write nothing."""
+    """The log `metrics.jsonl`, with one flat JSON object per line, `step` first. Resuming at step n
+    removes later lines. Of several processes, only one `writes`; the others read existing lines."""
 
     def __init__(self, workdir: Path, resume_step: int, *, writes=True, tensorboard, wandb, config):
         self._path, self._writes = workdir / "metrics.jsonl", writes

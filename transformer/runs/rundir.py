@@ -169,10 +169,9 @@ def load_config(workdir: Path) -> Experiment:
 def record_start(
     workdir: Path, config: Experiment, mesh: Mesh, tokenizer: Tokenizer | None, origin: dict
 ) -> None:
-    """Writes config.json, the tokenizer and manifest.json of this experiment to the directory. The
-    manifest records what the results depend on: versions, commit, devices and mesh and, in
-    `origin`, the number of parameters, data hashes and attention backends. It keeps an entry for
-    every earlier start."""
+    """Writes config.json, the tokenizer and manifest.json. The manifest records what the results
+    depend on: versions, commit, devices and mesh and, in `origin`, the number of parameters, data
+    hashes and attention backends. It keeps an entry for every earlier start."""
     save_plugins(workdir, to_mapping(config))
     workdir.mkdir(parents=True, exist_ok=True)
     write_json(workdir / "config.json", to_mapping(config))

@@ -11,9 +11,8 @@ Its gradient with respect to the logits is
 
     (1 + 2 z log Z) softmax(l) - (1 - e) onehot(y) - e / V
 
-The forward pass computes it together with the loss, converts each chunk of logits to gradients of
-the hidden state and the head, and discards the chunk. That saves B*T*V numbers of memory and, on a
-CPU, a tenth of the step.
+The forward pass computes it with the loss, converts each chunk of logits to gradients of hidden
+state and head, and discards it. That saves B*T*V numbers and, on a CPU, a tenth of the step.
 """
 
 import functools

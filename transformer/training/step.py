@@ -212,9 +212,8 @@ def main_loss_name(sums: dict[str, Loss]) -> str:
 
 
 def means(sums: dict[str, Loss]) -> dict:
-    """Returns the mean of each metric. The main loss yields `loss` and, if it is a cross-entropy,
-    `accuracy`. A label loss beside it yields `labels_loss` and `labels_accuracy`. Routers yield
-    `router_balance` and so on."""
+    """Returns the mean of each metric: `loss` and, of a cross-entropy, `accuracy` of the main loss,
+    `labels_loss` and `labels_accuracy` of a label loss beside it, `router_balance` and so on."""
     main = main_loss_name(sums)
     return {
         ("" if name == main else f"{name}_") + metric: x

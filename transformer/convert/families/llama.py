@@ -63,8 +63,7 @@ def variant(
     """Returns a family, given how it differs from Llama.
 
     fields: the fields of config.json that Llama lacks, or whose default differs.
-    read, write: the fields of a ModelConfig, or of config.json, that are added or replaced. They
-        include those of positions.
+    read, write: the added or replaced fields of a ModelConfig, or of config.json, with positions.
     norms, projections: as in PRE_NORMS and PROJECTIONS.
     feed_forward: the tensors of the feed-forward.
     family: other fields of Family.

@@ -53,9 +53,8 @@ def why_not(q, k, v, inputs: Inputs) -> str | None:
 
 
 def needed(inputs: Inputs, T: int, S: int, sizes: tuple[int, int]) -> tuple[tuple[int, int], ...]:
-    """Returns the pairs (query block, key block) in which the mask may be true. Where tokens are
-    known to be in the order of their positions, this omits blocks of keys that are entirely after
-    the queries of a causal mask, or entirely outside a window."""
+    """Returns the pairs (query block, key block) in which the mask may be true. Where tokens are in
+    the order of positions, omits keys that a causal mask or a window excludes entirely."""
     t, s = sizes
     pairs = [(i, j) for i in range(-(-T // t)) for j in range(-(-S // s))]
     is_sorted = inputs.q_tokens.order == inputs.k_tokens.order in ("contiguous", "increasing")
@@ -87,8 +86,7 @@ def join(x_IxBxt: jax.Array) -> jax.Array:
 
 
 class Einsum:
-    """Computes a pair of blocks with the steps in base.py. An object with these methods computes
-    pairs of blocks for `attend` and for ring.py."""
+    """Computes pairs of blocks for `attend` and ring.py. Any object with these methods can."""
 
     @property
     def block(self) -> int:
@@ -96,9 +94,8 @@ class Einsum:
         return BLOCK
 
     def forward(self, q, k, v, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
-        """Returns the output of a block of queries that attends to one block of keys. Returns ([B,
-        t, N, V], log-sum-exp of the logits, float32[B, N, t]). They are 0 and `LOWEST` for a query
-        without keys."""
+        """Returns the output over one block of keys, [B, t, N, V], and the log-sum-exp of the
+        logits, float32[B, N, t]. They are 0 and `LOWEST` for a query without keys."""
         logits_BxNxtxs, mask_Bxtxs = logits(q, k, inputs)
         logits_BxNxtxs = jnp.where(mask_Bxtxs[:, None], logits_BxNxtxs, MASKED)
         m = jnp.maximum(jnp.max(logits_BxNxtxs, axis=-1), LOWEST)

@@ -41,8 +41,7 @@ def why_not(q, k, v, inputs: Inputs) -> str | None:
 
 def ring(q_BxTxNxH, k_BxSxKxH, v_BxSxKxH, inputs: Inputs, inner=None) -> jax.Array:
     """Returns what `reference` returns, with T and S sharded over the mesh axis of "length".
-    `inner` computes a pair of blocks (see blockwise.py). In zigzag order, the dropout mask is that
-    of the tokens in this order."""
+    `inner` computes a pair of blocks (blockwise.py). In zigzag order, so is the dropout mask."""
     axis, count = axis_of("length")
     learned, fixed, merge = inputs.replace(position=inputs.logits_position).split()
     lengths = (q_BxTxNxH.shape[1] // count, k_BxSxKxH.shape[1] // count)
@@ -75,21 +74,14 @@ def ring(q_BxTxNxH, k_BxSxKxH, v_BxSxKxH, inputs: Inputs, inner=None) -> jax.Arr
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """Which pairs of blocks each device processes.
+    """Which pairs of blocks each device processes."""
 
-    axis, count: the mesh axis of the ring, and the number of devices.
-    sizes: queries per block, keys per block.
-    blocks: blocks of queries per device, blocks of keys per device.
-    zigzag: whether tokens are in zigzag order under a causal mask.
-    inner: computes a pair of blocks.
-    """
-
-    axis: str
-    count: int
-    sizes: tuple[int, int]
-    blocks: tuple[int, int]
-    zigzag: bool
-    inner: blockwise.Einsum
+    axis: str  # the mesh axis of the ring
+    count: int  # its devices
+    sizes: tuple[int, int]  # queries per block, keys per block
+    blocks: tuple[int, int]  # blocks of queries per device, blocks of keys per device
+    zigzag: bool  # whether tokens are in zigzag order under a causal mask
+    inner: blockwise.Einsum  # computes a pair of blocks
 
     @staticmethod
     def of(axis: str, count: int, inputs: Inputs, T: int, S: int, inner) -> "_Plan":

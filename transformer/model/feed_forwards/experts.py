@@ -1,10 +1,9 @@
 """Mixtures of experts: a router sends each token to a few feed-forwards (Shazeer et al. 2017).
 
-With router scores p = softmax(x W_r), or sigmoid(x W_r) (DeepSeek-V3), the output is
-y = sum of w_e FF_e(x) over the K experts with the largest p. The weights w are p, normalized to sum
-to one over these experts if `normalize` is set (Mixtral), and unchanged otherwise (Switch). With
-`shared` experts, the output of a feed-forward that all tokens use is added (Dai et al. 2024,
-"DeepSeekMoE").
+With router scores p = softmax(x W_r), or sigmoid(x W_r) (DeepSeek-V3), the output y is the sum of
+w_e FF_e(x) over the K experts with the largest p. The weights w are p, normalized to sum to one
+over these experts if `normalize` is set (Mixtral), or unchanged (Switch). With `shared`
+experts, the output of a feed-forward that all tokens use is added (Dai et al. 2024, "DeepSeekMoE").
 
 With `bias_rate` (auxiliary-loss-free balancing; Wang et al. 2024, arXiv:2408.15664), the K experts
 are those with the largest p + b. The weights do not contain b, which no gradient of the loss
@@ -158,8 +157,7 @@ class Experts(nn.Module):
 
 class Matrices(nn.Module):
     """W_in or W_gate of all experts, or W_out if `outwards`. The initializer is applied to each
-    expert's matrix separately. The result is sharded as the parameter is; the dispatch functions
-    gather it."""
+    expert's matrix. The result is sharded as the parameter is; the dispatch functions gather it."""
 
     config: ModelConfig
     outwards: bool

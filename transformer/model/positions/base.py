@@ -86,9 +86,6 @@ class Terms:
         o_t = sum_s w_ts (v_s + values[d])
 
     Terms that are None are absent. D distances; N may be 1, for all heads.
-
-    ends: keys, queries and values are constant up to the first of these distances, and from the
-        second one on; None if they vary everywhere.
     """
 
     scale: float = struct.field(pytree_node=False)
@@ -97,6 +94,7 @@ class Terms:
     keys_NxDxH: jax.Array | None = None
     queries_NxDxH: jax.Array | None = None
     values_NxDxV: jax.Array | None = None
+    # Keys, queries and values are constant up to the first, and from the second of these distances
     ends: tuple[int, int] | None = struct.field(pytree_node=False, default=None)
 
     @property

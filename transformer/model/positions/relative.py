@@ -80,8 +80,7 @@ class T5Bias(Position):
     buckets are for keys after the query. The layers of a stack share the table.
 
     Parameters: num_buckets * num_heads per stack.
-    Beyond the training length: extrapolates for a while; all distances over `max_distance` share a
-        bucket.
+    Beyond the training length: extrapolates for a while; all longer distances share a bucket.
     """
 
     num_buckets: int = option(32)

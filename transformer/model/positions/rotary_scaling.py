@@ -203,8 +203,7 @@ class Llama3Scaling(Scaling):
     """Scales only long wavelengths (Llama 3.1).
 
     Wavelengths over original_length / low_frequency_factor get f_i / factor. Wavelengths under
-    original_length / high_frequency_factor keep f_i. Between the two, frequencies are interpolated
-    linearly in 1 / wavelength.
+    original_length / high_frequency_factor keep f_i. Those between are linear in 1 / wavelength.
     """
 
     factor: float = 8.0

@@ -2,16 +2,14 @@
 
 No array over queries and keys is stored, so memory is linear in length. The kernels (forward.py,
 backward.py) compute whole sequences if the on-chip memory allows. Longer sequences, and those that
-are sharded over devices, are combined from pairs of a block of queries and a block of keys
-(blockwise.py, ring.py).
+are sharded, are combined from pairs of blocks of queries and keys (blockwise.py, ring.py).
 
 The kernels know no position scheme by name. A scheme's `terms` (positions/base.py) are a vector of
 biases by distance (toeplitz.py) and tables of vectors by distance, whose products with queries,
 keys and weights the kernels add (content.py, terms.py).
 
 Supported are all plain masks (tiles.py), packed documents, padding, soft caps, sinks, dropout,
-grouped-query attention, any head size, and lengths that are no multiple of a block. On CPUs, the
-kernels are interpreted, for tests.
+grouped-query attention, and any head size and length. On CPUs, kernels are interpreted, for tests.
 
 Shape suffixes: B batch, T query length, S key length, N query heads, K key/value heads, H head size
 (of values: V).

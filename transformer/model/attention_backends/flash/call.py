@@ -59,16 +59,11 @@ def tile_size(tokens: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """The static part of a call.
+    """The static part of a call."""
 
-    settings: those of the kernels.
-    scope: the name scope by which the planner counts FLOPs (model/masks.py).
-    learned: whether the terms have parameters.
-    """
-
-    settings: Settings
-    scope: jax.named_scope
-    learned: bool
+    settings: Settings  # of the kernels
+    scope: jax.named_scope  # by which the planner counts FLOPs (model/masks.py)
+    learned: bool  # whether the terms have parameters
 
     @staticmethod
     def of(q_BxTxNxH, k_BxSxKxH, v_BxSxKxV, inputs: Inputs, whole: bool) -> tuple["Call", tuple]:
