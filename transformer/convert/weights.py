@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 import numpy as np
 
 Shape = tuple[int, ...]
-
 QKV = ("query", "key", "value")  # the linear layers at the start of attention
 
 

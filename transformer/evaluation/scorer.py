@@ -20,8 +20,7 @@ from transformer.evaluation.subject import Subject
 from transformer.model.pooling import POOLINGS
 from transformer.training.config import TrainTask
 
-Pair = tuple[Sequence[int], Sequence[int]]
-"""The ids of a context and of its continuation."""
+Pair = tuple[Sequence[int], Sequence[int]]  # the ids of a context and of its continuation
 
 
 class Scores(NamedTuple):

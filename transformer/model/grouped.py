@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from transformer.model.sharding import platform
 
 TILE = (512, 1024, 1024)  # the largest tile of a kernel: rows, contracted elements, columns
-
 SUBLANES = 16  # the number of rows of a kernel's tile is a multiple of this
 
 

@@ -87,10 +87,7 @@ CAUSAL = Mask(_causal, "causal", causal=True, plain=True)
 SAME_SEGMENT = Mask(_same_segment, "same_segment", within=True, plain=True)
 """Allows keys of the query's document. Padding is in none, so this is also the padding mask."""
 
-
-REAL = Mask(
-    lambda q, k: (k.segments_BxT > 0)[:, None, :] & (q.segments_BxT >= 0)[:, :, None], "real"
-)
+REAL = Mask(lambda q, k: (k.segments_BxT > 0)[:, None] & (q.segments_BxT >= 0)[:, :, None], "real")
 """Allows all keys but padding."""
 
 

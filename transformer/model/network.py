@@ -272,8 +272,6 @@ class EncoderDecoder(_Family):
 
 
 FAMILIES = {"encoder": Encoder, "decoder": Decoder, "encoder_decoder": EncoderDecoder}
-
-
 _FLAX_OPTIONS = {"rngs", "method", "mutable", "capture_intermediates"}
 
 

@@ -9,7 +9,6 @@ from jax import lax
 from transformer.model.initializers import declare
 
 NORMS = ("layernorm", "detach_norm", "rmsnorm", "dynamic_tanh")
-
 WITH_OFFSET = ("layernorm", "detach_norm", "dynamic_tanh")  # the norms with a learned offset
 
 

@@ -12,8 +12,7 @@ from transformer.errors import UserError
 SPECIAL_TOKENS = ("pad_id", "bos_id", "eos_id", "decoder_start_id")
 """The fields of a ModelConfig that contain token ids of its vocabulary, or None."""
 
-Ids = int | Sequence[int] | None
-"""No token, one token, or several."""
+Ids = int | Sequence[int] | None  # no token, one token, or several
 
 
 def as_tuple(ids: Ids) -> tuple[int, ...]:

@@ -35,7 +35,6 @@ RULES: tuple[tuple[str, str | tuple[str, ...] | None], ...] = (
 )  # fmt: skip
 
 BATCH_AXES = dict(RULES)["batch"]  # the mesh axes that shard the batch
-
 BATCH = P(BATCH_AXES)
 
 

@@ -33,7 +33,6 @@ ITEMS = ("params", "ema", "rest")
 """Items that can be read separately. `rest` contains the step and the optimizer state."""
 
 STRICT = "restore it from a copy, or set train.strict_checkpoints=False to skip it"
-
 VERIFY_CHUNK_BYTES = 2**30  # bytes of arrays, over all devices, that verification reads at a time
 
 

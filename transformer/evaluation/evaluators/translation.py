@@ -21,8 +21,7 @@ def group(examples: Sequence[Example]) -> tuple[list[str], list[list[str]]]:
     return list(references), list(references.values())
 
 
-Scores = tuple[dict[str, float], dict[str, str]]
-"""Name -> score, and name -> sacreBLEU's signature."""
+Scores = tuple[dict[str, float], dict[str, str]]  # name -> score, and name -> sacreBLEU's signature
 
 
 def score(hypotheses: Sequence[str], references: Sequence[Sequence[str]]) -> Scores:

@@ -26,9 +26,7 @@ from transformer.model.attention_backends.base import Inputs, logits, read
 from transformer.model.masks import REAL
 
 BLOCK = 256  # the number of queries, and of keys, per block
-
 LOWEST = -1e30  # the log-sum-exp before the first key: below that of all logits, above `MASKED`
-
 MASKED = -2e38  # the logit of a masked pair: exp(MASKED - x) is 0 for every x from `LOWEST` on
 
 

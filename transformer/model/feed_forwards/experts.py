@@ -52,8 +52,7 @@ from transformer.model.sharding import constrain, fitting, gathered
 BIAS = "router_bias"
 """The name of the parameter that balances loads. The optimizer updates it by the sign of loads."""
 
-MAX_EXPERTS = 4096
-"""The largest `num_experts`. Each expert makes tracing and compiling slower."""
+MAX_EXPERTS = 4096  # the largest `num_experts`. Each makes tracing and compiling slower
 
 
 @FEED_FORWARDS.register("experts")

@@ -38,11 +38,9 @@ SHARED_FIELDS = (
 NORM_FIELDS = ("norm", "norm_gain", "norm_offset", "norm_epsilon", "norm_zero_centered")
 """The fields of ModelConfig that configure norms, also those within mixers."""
 
-Config = Any
-"""The layer's ModelConfig. Its module imports this one, so it cannot be imported here."""
+Config = Any  # the layer's ModelConfig. Its module imports this one, so it cannot be imported here
 
-State = Any
-"""A pytree of arrays with the batch on axis 0; None outside decoding."""
+State = Any  # a pytree of arrays with the batch on axis 0; None outside decoding
 
 
 @struct.dataclass

@@ -18,10 +18,7 @@ from transformer.errors import UserError, nearest
 from transformer.registry import Registry
 
 PARAMETRIZATIONS = Registry("model.parametrization", __package__)
-
-Config = Any
-"""A ModelConfig. Its module imports this one, so it cannot be imported here."""
-
+Config = Any  # a ModelConfig. Its module imports this one, so it cannot be imported here
 
 NONE = FrozenDict()
 

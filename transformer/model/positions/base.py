@@ -20,9 +20,7 @@ from transformer.errors import UserError
 from transformer.registry import Registry
 
 SCHEMES = Registry("model.position", __package__, lambda field: field.metadata.get("option", False))
-
 register = SCHEMES.register
-
 build = SCHEMES.build
 
 Param = Callable[..., jax.Array]
