@@ -64,9 +64,7 @@ class Generator:
         self._compiled: dict[int, Callable] = {}
         self._calls = 0  # number of previous texts; each text has its own random key
 
-    def __call__(
-        self, texts: Sequence[str], progress: Callable[[int], None] = lambda done: None
-    ) -> list[str]:
+    def __call__(self, texts: Sequence[str], progress: Callable = lambda done: None) -> list[str]:
         """Returns the translation or continuation of each text. `progress` gets the number done."""
         check_texts(texts)
         ids = self.tokenizer.encode(texts)

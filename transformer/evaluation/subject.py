@@ -104,9 +104,7 @@ def token_losses(logits_BxTxV: jax.Array, targets_BxT: jax.Array) -> jax.Array:
     return jax.nn.logsumexp(logits_BxTxV, axis=-1) - at_target
 
 
-def as_documents(
-    subject: Subject, batch: Mapping[str, np.ndarray], inputs: np.ndarray
-) -> dict[str, jax.Array]:
+def as_documents(subject: Subject, batch: Mapping, inputs: np.ndarray) -> dict[str, jax.Array]:
     """Returns a sharded batch with other inputs, in which each sequence is one document."""
     positions = np.broadcast_to(np.arange(inputs.shape[1], dtype=np.int32), inputs.shape)
     changed = {"inputs": inputs.astype(np.int32), "segments": np.ones_like(positions)}

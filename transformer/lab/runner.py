@@ -165,9 +165,7 @@ def _reason(code: int, log: Path, began: int) -> str:
     return f"exit code {code}: {error.removeprefix('error: ')[:200]}; see {log}"
 
 
-def train_and_evaluate(
-    folder: Path, names: Sequence[str], evaluate: Callable[[PlannedRun], None]
-) -> int:
+def train_and_evaluate(folder: Path, names: Sequence[str], evaluate: Callable) -> int:
     """Trains or resumes the named runs of a study in this process, and evaluates them. Runs that
     are alike and at the same step are trained together, or one by one if that fails. A failed run
     is recorded, and does not stop the others. Returns the exit code."""

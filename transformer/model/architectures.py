@@ -22,9 +22,7 @@ def architecture(name: str, **fields) -> ModelConfig:
     return ModelConfig(**look_up(ARCHITECTURES, name, "architecture") | fields)
 
 
-def _sizes(
-    name: str, shared: dict, columns: tuple[str, ...], rows: dict[str, tuple]
-) -> dict[str, dict]:
+def _sizes(name: str, shared: dict, columns: tuple[str, ...], rows: dict) -> dict[str, dict]:
     """Returns members NAME_SIZE (NAME if SIZE is ""): `shared` plus each row of `columns`."""
     return {
         f"{name}_{size}" if size else name: shared | dict(zip(columns, values, strict=True))

@@ -71,9 +71,7 @@ class Cache:
         return self.replace(layers=layers, tokens=jax.tree.map(select, self.tokens))
 
 
-def check_cache(
-    config: ModelConfig, cache: Cache, tokens: Tokens, encoded_BxSxD: jax.Array | None = None
-) -> None:
+def check_cache(config: ModelConfig, cache: Cache, tokens: Tokens, encoded_BxSxD=None) -> None:
     """Raises UserError for inputs that do not match what is in the cache: more tokens than free
     slots (than all slots, if the index is traced), an encoder's output where there is one already,
     and, where values are known, padding that a mixer's state does not support. A ring of `window`

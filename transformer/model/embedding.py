@@ -32,9 +32,7 @@ class Embedding(nn.Module):
             shape = (cfg.token_types, cfg.d_model)
             self.types_YxD = declare(self, "token_types", normal, (None, "embed"), shape)
 
-    def __call__(
-        self, tokens_BxT: jax.Array, token_types_BxT: jax.Array | None = None
-    ) -> jax.Array:
+    def __call__(self, tokens_BxT, token_types_BxT: jax.Array | None = None) -> jax.Array:
         """Returns float[B, T, D]. Without `token_types_BxT`, all tokens are of type 0."""
         cfg = self.config
         table_VxE = self.table_VxE.astype(cfg.dtype)
@@ -85,9 +83,7 @@ class Head:
     def _matrix(self, dtype) -> jax.Array:
         return gathered(self.matrix_VxE.astype(dtype), ("vocab", "embed"))
 
-    def accumulate_gradients(
-        self, h_BxTxE: jax.Array, logits_BxTxV: jax.Array, d_BxTxV: jax.Array
-    ) -> tuple[jax.Array, "Head"]:
+    def accumulate_gradients(self, h_BxTxE, logits_BxTxV, d_BxTxV) -> tuple[jax.Array, "Head"]:
         """Returns the gradients with respect to h and, in float32, to this head.
 
         `d_BxTxV` is the gradient with respect to the logits. The result equals that of autodiff.

@@ -24,9 +24,7 @@ def grouped_product(x_nxI: jax.Array, w_GxIxO: jax.Array, sizes_G: jax.Array) ->
     return jax.lax.ragged_dot(x_nxI, w_GxIxO, sizes_G)
 
 
-def megablox_product(
-    x_nxI: jax.Array, w_GxIxO: jax.Array, sizes_G: jax.Array, interpret: bool = False
-) -> jax.Array:
+def megablox_product(x_nxI, w_GxIxO, sizes_G, interpret: bool = False) -> jax.Array:
     """Computes `grouped_product` with TPU kernels. `interpret=True` emulates them for tests."""
     from jax.experimental.pallas.ops.tpu.megablox import gmm
 

@@ -45,9 +45,7 @@ def of(tree, i: jax.Array | int):
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), tree)
 
 
-def pipelined(
-    layers: Layers, params, x_BxTxD, shared, same, key: jax.Array | None, micro: int, rounds: int
-):
+def pipelined(layers: Layers, params, x_BxTxD, shared, same, key, micro: int, rounds: int):
     """Applies all layers. Returns the residual streams and the sown values. The sown values are
     stacked like the layers and averaged over micro-batches. `params` are stacked; `shared` holds
     arrays [B, ...]; `same` is the same for all sequences."""

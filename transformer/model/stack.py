@@ -38,10 +38,8 @@ class Layer(nn.Module):
     deterministic: bool
 
     @nn.compact
-    def __call__(
-        self, carry: Carry, own: tuple[LayerState | None, Any], position, context: Context
-    ) -> tuple[Carry, LayerState | None]:
-        """Returns the next carry and layer state, if decoding. `own`: state and layer number."""
+    def __call__(self, carry: Carry, own: tuple, position, context: Context):
+        """Returns the next carry and, in decoding, LayerState. `own`: state and layer number."""
         cfg, placement, (state, index) = self.config, self.config.placement(self.side), own
         streams, passed = carry
         context = context.replace(layer=index, passed=passed)

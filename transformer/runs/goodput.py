@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from transformer.errors import UserError
@@ -18,9 +18,7 @@ class Goodput:
     seconds), when the machine started. A process that died ended at its last log line.
     """
 
-    def __init__(
-        self, log: Path, lines: Sequence[dict], earlier: Mapping, resume_step: int, began: float
-    ):
+    def __init__(self, log: Path, lines: list, earlier: Mapping, resume_step: int, began: float):
         """`lines`: of `log`, of earlier processes; `earlier`: their `record`; `began`: this one."""
         kept = [line for line in lines if line["step"] <= resume_step]
         total = lambda name, lines: max((line.get(name, 0.0) for line in lines), default=0.0)

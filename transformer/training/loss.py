@@ -70,9 +70,7 @@ class RouterSums:
         return {name: x / jnp.maximum(self.weight, 1.0) for name, x in self.reports.items()}
 
 
-def label_sums(
-    logits: jax.Array, labels: jax.Array, weights: jax.Array, smoothing: float = 0.0
-) -> Sums:
+def label_sums(logits, labels, weights: jax.Array, smoothing: float = 0.0) -> Sums:
     """Computes a classification loss's sums from logits [..., C] and int32[...] labels."""
     logp = jax.nn.log_softmax(logits, axis=-1)
     nll = -jnp.take_along_axis(logp, labels[..., None], axis=-1)[..., 0]

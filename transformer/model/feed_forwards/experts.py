@@ -182,9 +182,7 @@ class Matrices(nn.Module):
         return Matrix(kernel, bias)
 
 
-def _costs(
-    kind, logits_BxTxE, p_BxTxE, bias_E, experts_BxTxK, real_BxT, lost
-) -> dict[str, jax.Array]:
+def _costs(kind, logits_BxTxE, p_BxTxE, bias_E, experts_BxTxK, real_BxT, lost) -> dict:
     """Returns the router's loss and its parts, as means over the real tokens of all devices:
 
     loss     the weighted sum of `balance` and `z`, which is added to the objective

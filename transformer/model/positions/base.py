@@ -158,16 +158,13 @@ class Position:
         if bias is None:
             return None
         if list(bias.shape[1:]) != shape:
-            raise UserError(
-                f"model.position: {getattr(self, 'name', type(self).__name__)!r}: distance_bias "
-                f"returned shape {list(bias.shape)} for distances of shape {shape}; expected "
-                f"[num_heads or 1, {', '.join(map(str, shape))}]"
-            )
+            name, expected = getattr(self, "name", type(self).__name__), ", ".join(map(str, shape))
+            problem = f"returned shape {list(bias.shape)} for distances of shape {shape}"
+            way_out = f"expected [num_heads or 1, {expected}]"
+            raise UserError(f"model.position: {name!r}: distance_bias {problem}; {way_out}")
         return jnp.moveaxis(bias, 0, 1)
 
-    def score(
-        self, logits_BxNxTxS: jax.Array, q_BxTxNxH: jax.Array, k_BxSxNxH: jax.Array, pair: "Pair"
-    ) -> jax.Array:
+    def score(self, logits_BxNxTxS, q_BxTxNxH, k_BxSxNxH, pair: "Pair") -> jax.Array:
         """Returns the scaled logits with position terms that depend on queries and keys."""
         return logits_BxNxTxS
 

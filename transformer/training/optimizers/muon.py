@@ -101,9 +101,7 @@ def _axes(path: str, x: Any, per_head: bool) -> Axes | None:
     return matrix_axes(x.names, STACKED | ({"heads", "kv_heads"} if per_head else set()))
 
 
-def orthogonalized(
-    xs: list[jax.Array], axes: list[Axes], rms: float, steps: int
-) -> list[jax.Array]:
+def orthogonalized(xs: list, axes: list[Axes], rms: float, steps: int) -> list[jax.Array]:
     """Returns rms sqrt(max(inputs, outputs)) orthogonalize(x) for each matrix x of each array."""
     groups: dict[tuple[int, int], list[int]] = {}
     flat = []
