@@ -17,15 +17,13 @@ QKV = ("query", "key", "value")  # the linear layers at the start of attention
 
 @dataclasses.dataclass(frozen=True)
 class Weight:
-    """The outside tensor `theirs`, which holds our parameters `ours`. `shape(shapes of ours)`
-    returns the tensor's shape, `read(tensor, shapes of ours)` our parameters, and `write(ours)` the
-    tensor. `read` and `write` are inverse to each other."""
+    """The outside tensor `theirs`, which holds our parameters `ours`."""
 
     theirs: str
     ours: tuple[str, ...]
-    shape: Callable[[list[Shape]], Shape]
-    read: Callable[[np.ndarray, list[Shape]], list[np.ndarray]]
-    write: Callable[[list[np.ndarray]], np.ndarray]
+    shape: Callable[[list[Shape]], Shape]  # shapes of ours -> the tensor's
+    read: Callable[[np.ndarray, list[Shape]], list[np.ndarray]]  # (tensor, shapes of ours) -> ours
+    write: Callable[[list[np.ndarray]], np.ndarray]  # the inverse of `read`
 
 
 @dataclasses.dataclass(frozen=True)

@@ -44,17 +44,12 @@ class LayerState:
 
 @struct.dataclass
 class Cache:
-    """The states of a decoder's layers, and the positions and segments of the cached tokens.
+    """The states of a decoder's layers, and the positions and segments of the cached tokens."""
 
-    layers: one state per layer, also if the layers are scanned: a stack of all states would be
-        copied whole at each step.
-    tokens: one entry per slot. Empty slots have segment 0, so masks hide them.
-    index: int32[], the next slot to write, for all sequences, as prompts are padded on the left.
-    """
-
+    # One per layer, also if layers are scanned: a stack of states would be copied at each step.
     layers: tuple[LayerState, ...]
-    tokens: Tokens
-    index: jax.Array
+    tokens: Tokens  # one entry per slot. Empty slots have segment 0, so masks hide them
+    index: jax.Array  # int32[], the next slot of all sequences, as prompts are padded on the left
 
     def append(self, tokens: Tokens) -> Tokens:
         """Returns the tokens of all slots after writing `tokens`, whose order they take on."""

@@ -18,24 +18,20 @@ from flax import struct
 class Tokens:
     """The positions and documents of the tokens of a stack.
 
-    positions_BxT: int32, the position of each token within its document.
-    segments_BxT: int32, the number of each token's document within its sequence, from 1. 0 is
-        padding or an empty cache slot.
-    until_BxT: int32, the last position that each token may attend to under a causal mask; None: its
-        own position. For tokens of a prefix, this is the prefix's last position.
     order: how the tokens are known to be arranged in a sequence. Backends use it to skip empty
         blocks of a mask. In decoding, it includes the tokens before them in the cache.
         "contiguous": the tokens of a document are adjacent, and their distances in position equal
             those in the sequence.
         "increasing": the tokens of a document are adjacent and sorted by position, and their
             distances in position are at least those in the sequence.
-        "zigzag": sequences are cut into chunks so that device d of n holds chunks d and 2n - 1 - d
-            (see attention_backends/ring.py).
+        "zigzag": device d of n holds chunks d and 2n - 1 - d (see attention_backends/ring.py).
         "": nothing is known.
     """
 
-    positions_BxT: jax.Array
-    segments_BxT: jax.Array
+    positions_BxT: jax.Array  # int32, of each token within its document
+    segments_BxT: jax.Array  # int32, its document in the sequence, from 1; 0: padding, empty slot
+    # int32, the last position that each token may attend to under a causal mask: of a prefix, its
+    # last one. None: each token's own position.
     until_BxT: jax.Array | None = None
     order: str = struct.field(pytree_node=False, default="")
 
