@@ -67,8 +67,7 @@ class Subject:
         """Returns a Subject with the same text and another config. Results are cached."""
         if config not in self.programs:
             data = dataclasses.replace(self.data, config=config)
-            changed = dataclasses.replace(self, config=config, data=data, programs={})
-            self.programs[config] = changed
+            self.programs[config] = dataclasses.replace(self, config=config, data=data, programs={})
         return self.programs[config]
 
     def program(self, name, function: Callable) -> Callable:

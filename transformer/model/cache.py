@@ -160,5 +160,4 @@ def _in_ring(tokens: Tokens, last: jax.Array, count: int) -> Tokens:
     """Returns the tokens in a ring of `count` slots after token `last` was written."""
     index = last - (last - jnp.arange(count)) % count
     in_ring = jax.tree.map(lambda x: x[:, jnp.maximum(index, 0)], tokens)
-    segments_BxT = jnp.where(index >= 0, in_ring.segments_BxT, 0)
-    return in_ring.replace(segments_BxT=segments_BxT, order="")
+    return in_ring.replace(segments_BxT=jnp.where(index >= 0, in_ring.segments_BxT, 0), order="")

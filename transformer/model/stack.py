@@ -204,8 +204,7 @@ class Stack(nn.Module):
         """Returns 1 / sqrt(number of the base's sublayers) or 1 (Radford et al. 2019, sec. 2.3)."""
         if not self.config.residual_init_scale:
             return 1.0
-        layers = self.config.layers(self.side)
-        sublayers = sum(layer.num_sublayers(self.side) for layer in layers)
+        sublayers = sum(x.num_sublayers(self.side) for x in self.config.layers(self.side))
         return (sublayers / self.config.m_L(self.side)) ** -0.5
 
     def _loop(self, length: int, deterministic: bool) -> tuple[type[nn.Module], tuple]:

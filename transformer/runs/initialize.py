@@ -78,8 +78,7 @@ def _source(directory: Path, mesh: Mesh) -> tuple[Mapping, Callable[[str], jax.A
         return layer_shapes(run.config.model, flat), fetch
     check_source(str(directory))
     shapes, read = open_hf(directory)
-    everywhere = NamedSharding(mesh, PartitionSpec())
-    return shapes, lambda name: place(read(name), everywhere)
+    return shapes, lambda name: place(read(name), NamedSharding(mesh, PartitionSpec()))
 
 
 def _with_encoder(wanted: Mapping, shapes: Mapping, fetch: Callable):

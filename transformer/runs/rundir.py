@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import functools
 import hashlib
 import importlib.metadata
 import os
@@ -27,6 +28,8 @@ from transformer.output import listed
 from transformer.parallel.processes import is_first, max_over_processes
 from transformer.registry import load_plugins, save_plugins
 from transformer.version import __version__
+
+flatten_fields = functools.partial(flatten_dict, sep=".")  # nested dicts -> {dotted field: value}
 
 LOCK = "lock"  # the claim of the process that trains in a run directory
 
@@ -225,11 +228,6 @@ def _commit() -> str:
         return subprocess.run(command, capture_output=True, text=True).stdout.strip()
     except OSError:  # git is not installed
         return ""
-
-
-def flatten_fields(tree: dict) -> dict:
-    """Flattens nested dicts: dotted field name -> value."""
-    return flatten_dict(tree, sep=".")
 
 
 def different_fields(old: Experiment, new: Experiment) -> dict[str, str]:

@@ -42,8 +42,7 @@ def schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
 
     def linear(start, end, length):
         """Returns update -> a value that moves from `start` to `end` within `length` updates."""
-        left = lambda n: 1 - jnp.clip(n, 0, length) / length
-        return lambda n: (start - end) * left(n) + end
+        return lambda n: (start - end) * (1 - jnp.clip(n, 0, length) / length) + end
 
     def cosine(n):
         share = 0.5 * (1 + jnp.cos(jnp.pi * jnp.minimum(n, remaining) / remaining))

@@ -148,9 +148,7 @@ def _copies(c: ModelConfig) -> tuple[Copy, ...]:
 
 FAMILIES = [
     Family(
-        name,
-        kind.architecture,
-        "encoder_decoder",
+        name, kind.architecture, "encoder_decoder",
         *(functools.partial(f, name) for f in (_read, _write, _weights)),
         changed(_FIELDS, kind.fields),
         table="model.shared",
@@ -162,4 +160,4 @@ FAMILIES = [
         source_begins=kind.source_begins,
     )
     for name, kind in _KINDS.items()
-]
+]  # fmt: skip

@@ -207,10 +207,8 @@ def _copies(kind: _Kind, c: ModelConfig) -> tuple[Copy, ...]:
 
 FAMILIES = [
     Family(
-        model_type,
-        f"{kind.title}{'ForPreTraining' if kind.next_sentence else 'ForMaskedLM'}",
-        "encoder",
-        *(functools.partial(f, kind) for f in (_read, _write, _weights)),
+        model_type, f"{kind.title}{'ForPreTraining' if kind.next_sentence else 'ForMaskedLM'}",
+        "encoder", *(functools.partial(f, kind) for f in (_read, _write, _weights)),
         kind.fields(),
         table=kind.tensor(_TABLE),
         special_tokens=kind.special_tokens,
@@ -221,4 +219,4 @@ FAMILIES = [
         unused=(r".*embeddings\.position_ids", *[r"roberta\.pooler\.dense\..*"] * kind.after_pad),
     )
     for model_type, kind in _KINDS.items()
-]
+]  # fmt: skip

@@ -39,8 +39,7 @@ def blockwise(q_BxTxNxH, k_BxSxKxH, v_BxSxKxH, inputs: Inputs, inner=None) -> ja
     if S % sizes[1]:
         inputs = inputs.replace(mask=inputs.mask & REAL)
     inputs = inputs.replace(q_tokens=q_tokens, k_tokens=k_tokens, position=inputs.logits_position)
-    out_IxBxtxNxH = attend(q_Ixs, *kv_Jxs, inputs, needed(inputs, T, S, sizes), inner)
-    return join(out_IxBxtxNxH)[:, :T]
+    return join(attend(q_Ixs, *kv_Jxs, inputs, needed(inputs, T, S, sizes), inner))[:, :T]
 
 
 def why_not(q, k, v, inputs: Inputs) -> str | None:

@@ -27,8 +27,7 @@ def softmax(logits_BxNxTxS, mask_BxTxS, inputs: Inputs) -> jax.Array:
     than one. With `mask_value`, masked keys are not excluded; it is added to their logits."""
     mask_Bx1xTxS, sink_N = mask_BxTxS[:, None], inputs.sink_N
     if inputs.mask_value:
-        added_Bx1xTxS = jnp.where(mask_Bx1xTxS, 0.0, inputs.mask_value)
-        return _softmax(logits_BxNxTxS + added_Bx1xTxS, sink_N)
+        return _softmax(logits_BxNxTxS + jnp.where(mask_Bx1xTxS, 0.0, inputs.mask_value), sink_N)
     logits_BxNxTxS = jnp.where(mask_Bx1xTxS, logits_BxNxTxS, jnp.finfo(jnp.float32).min)
     return jnp.where(mask_Bx1xTxS, _softmax(logits_BxNxTxS, sink_N), 0.0)
 

@@ -171,8 +171,7 @@ class Recurrence(nn.Module):
                 z_BxFxG += jnp.einsum("BD,DFH->BFH", context_BxD, w_context)
             h, c = kind.cell(z_BxFxG, u_BxFxG, h, c)
             out_BxG = jnp.where(real_Bx1, h, 0.0).astype(cfg.dtype)
-            keep = lambda new, x: jnp.where(real_Bx1, new, x)
-            carried = jax.tree.map(keep, (h, c), previous[:2])
+            carried = jax.tree.map(lambda new, x: jnp.where(real_Bx1, new, x), (h, c), previous[:2])
             segment_B = jnp.where(real_Bx1[:, 0], segment_B, previous.segment_B)
             return RecurrentState(*carried, segment_B), (out_BxG, context_BxD)
 

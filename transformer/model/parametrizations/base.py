@@ -47,7 +47,6 @@ class Place(NamedTuple):
 
 
 @PARAMETRIZATIONS.register("standard")
-@dataclasses.dataclass(frozen=True)
 class Parametrization:
     """The standard parametrization: hyperparameters do not depend on the size of the model.
 

@@ -7,7 +7,6 @@ the model was trained on. The wavelength of pair i is 2 pi / f_i.
 Shape suffixes: B batch, P = d/2 rotated pairs of dimensions per head.
 """
 
-import dataclasses
 import math
 from typing import ClassVar
 
@@ -20,7 +19,6 @@ SCALINGS = Registry("model.position.scaling", __package__)
 
 
 @SCALINGS.register("none")
-@dataclasses.dataclass(frozen=True)
 class Scaling:
     """No scaling: f_i is unchanged. The base class of scalings."""
 
