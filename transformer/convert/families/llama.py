@@ -87,9 +87,7 @@ def variant(
     return Family(
         model_type, architecture, "decoder", read_all, write_all,
         functools.partial(_weights, norms, projections, feed_forward), changed(FIELDS, fields),
-        table="model.embed_tokens",
-        head="lm_head",
-        prefix="model.",
+        table="model.embed_tokens", head="lm_head", prefix="model.",
         unused=(r".*rotary_emb\.inv_freq",),  # angles, which config.json determines
         **family,
     )  # fmt: skip
@@ -265,8 +263,7 @@ FAMILIES = [
             "partial_rotary_factor": positive(1.0),
         },
         _read_phi3, _write_phi3,
-        projections={"qkv_proj": QKV},
-        feed_forward=functools.partial(gated, names=_FUSED_GATE),
+        projections={"qkv_proj": QKV}, feed_forward=functools.partial(gated, names=_FUSED_GATE),
         special_tokens={"pad_token_id": 32_000, "bos_token_id": 1, "eos_token_id": 32_000},
     ),
     _olmo("olmo2", "Olmo2ForCausalLM", _OLMO_2, lambda f: rotary(f) | _OLMO),
