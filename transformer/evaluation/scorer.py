@@ -44,8 +44,7 @@ class Scorer:
     batch_size: int = 32
 
     def __post_init__(self):
-        model = self.config.model
-        if model.family == "encoder" or not self.config.objective.predicts_tokens:
+        if self.config.model.family == "encoder" or not self.config.objective.predicts_tokens:
             problem = f"{self.config.objective.name!r} does not train a probability of texts"
             raise UserError(f"data.objective: {problem}; causal_lm, prefix_lm and seq2seq do")
         self._subject = Subject(self.config, None, "", self.mesh)

@@ -106,9 +106,8 @@ class _Child:
         log = runs[0].log if self.first else runs[0].log.with_suffix(f".process-{index}.log")
         log.parent.mkdir(parents=True, exist_ok=True)
         self.log, self.began = log.open("ab"), log.stat().st_size if log.exists() else 0
-        names = ",".join(run.name for run in runs)
         command = [sys.executable, "-m", "transformer", "sweep"]
-        command += [f"--workdir={study.folder}", f"--runs={names}"]
+        command += [f"--workdir={study.folder}", f"--runs={','.join(run.name for run in runs)}"]
         streams = {"stdin": subprocess.DEVNULL, "stdout": self.log, "stderr": self.log}
         self.process = subprocess.Popen(command, **streams, start_new_session=True)
         for run in runs if self.first else ():

@@ -98,9 +98,8 @@ def check_cache(config: ModelConfig, cache: Cache, tokens: Tokens, encoded_BxSxD
 def empty_cache(config: ModelConfig, batch: int, slots: int) -> Cache:
     """Returns a cache that can hold `slots` tokens per sequence."""
     states = (_empty_state(layer, batch, slots) for layer in config.layers("decoder"))
-    layers = tuple(map(LayerState, states))
     zeros = jnp.zeros((batch, slots), jnp.int32)
-    return Cache(layers, Tokens(zeros, zeros), jnp.zeros((), jnp.int32))
+    return Cache(tuple(map(LayerState, states)), Tokens(zeros, zeros), jnp.zeros((), jnp.int32))
 
 
 def _empty_state(layer: ModelConfig, batch: int, slots: int) -> State:

@@ -82,8 +82,7 @@ def _whole(q_BxTxNxH, k_BxSxKxH, v_BxSxKxV, inputs: Inputs) -> jax.Array:
         delta_BxNxT = jnp.sum(product, axis=-1)
         d_sink_N = None
         if sink_N is not None:
-            weight_BxNxT = jnp.exp(sink_N[:, None] - lse_BxNxT)
-            d_sink_N = -jnp.sum(weight_BxNxT * delta_BxNxT, axis=(0, 2))
+            d_sink_N = -jnp.sum(jnp.exp(sink_N[:, None] - lse_BxNxT) * delta_BxNxT, axis=(0, 2))
         return d_sink_N, *call.backward(*args, lse_BxNxT, delta_BxNxT, d_out_BxNxTxV), None, None
 
     attention = jax.custom_vjp(lambda *args: forward(*args)[0])

@@ -94,8 +94,7 @@ class Call:
         scaled = (q_BxTxNxH * terms.scale).astype(k_BxSxKxH.dtype)
         # XLA keeps arrays between kernels in the remaining memory.
         sizes = (k_BxSxKxH.dtype.itemsize, q_BxTxNxH.shape[-1], v_BxSxKxV.shape[-1])
-        per_token = bytes_per_token(*sizes, len(terms.tables))
-        vmem = max(T + more_T, S + more_S) * per_token + TILES
+        vmem = max(T + more_T, S + more_S) * bytes_per_token(*sizes, len(terms.tables)) + TILES
         numbers = t, s, reach, inputs.soft_cap, dropout, N, not whole, vmem, platform() == "cpu"
         tiles = (EACH,) if terms.ends is None else (EACH, NONE) if causal else (EACH, ONE, NONE)
         # The share of pairs that a causal mask allows differs between pairs of blocks.

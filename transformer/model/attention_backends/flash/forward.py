@@ -98,8 +98,7 @@ def _kernel(settings: Settings, schedule: tiles.Schedule, seed_ref, *refs):
         m_ref[...] = m
         l_ref[...] = rescale * old_l + jnp.sum(weights, axis=1, keepdims=True)
         if settings.dropout:
-            k_bits = bits(1, other, s, (1, s))
-            weights = settings.drop(weights, widen(bits_ref[...], s), k_bits)
+            weights = settings.drop(weights, widen(bits_ref[...], s), bits(1, other, s, (1, s)))
         read = product(weights.astype(v_ref.dtype), v_ref[keys, :], NN)
         if windows.values is not None:
             read += windows.values.read(weights)

@@ -70,9 +70,8 @@ class Settings:
         stream = (seed_ref[4] + pl.program_id(1)) * self.heads + seed_ref[5] + pl.program_id(0)
 
         def bits(side: int, block, size: int, shape: tuple[int, int]) -> jax.Array:
-            axis = 0 if shape[0] == size else 1
             first = seed_ref[2 + side] + block * size
-            tokens = first + lax.broadcasted_iota(jnp.int32, shape, axis)
+            tokens = first + lax.broadcasted_iota(jnp.int32, shape, 0 if shape[0] == size else 1)
             return token_bits(seed_ref[side], stream, tokens)
 
         return bits
