@@ -31,8 +31,7 @@ def megablox_product(x_nxI, w_GxIxO, sizes_G, interpret: bool = False) -> jax.Ar
     n = len(x_nxI)
     rows = min(TILE[0], -(-n // SUBLANES) * SUBLANES)
     padding = -n % rows
-    # The remaining rows form one more group, which has no matrix. The kernel skips these rows and
-    # returns zeros for them.
+    # The remaining rows form a group without a matrix, for which the kernel returns zeros.
     remaining = n + padding - jnp.sum(sizes_G)
     sizes_G = jnp.concatenate([sizes_G, remaining[None]]).astype(jnp.int32)
     # The tile of every product, including those of the gradients.

@@ -46,8 +46,7 @@ class Recurrent(Mixer):
     # How the layers of a decoder read the encoder:
     # "cross_attention": in a separate sublayer, as layers with other mixers do
     # "attention": by additive attention before each step (Bahdanau et al. 2015)
-    # "last": each step also reads the encoder's output at the source's last token (after Sutskever
-    #     et al. 2014)
+    # "last": each step also reads the encoder's last output (after Sutskever et al. 2014)
     # "none": not at all
     source: str = "cross_attention"
 

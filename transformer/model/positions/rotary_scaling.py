@@ -107,8 +107,7 @@ class DynamicScaling(Scaling):
 
     The factor is factor * length / original_length - (factor - 1), and 1 up to `original_length`.
     With a cache, keys keep the rotation that they had when their sequence was shorter, as in
-    Transformers. Beyond `original_length`, decoding token by token therefore differs from one
-    forward pass over the whole sequence.
+    Transformers. Beyond `original_length`, decoding token by token therefore differs from one pass.
     """
 
     min_dimensions: ClassVar[int] = 4  # the exponent is d / (d - 2)

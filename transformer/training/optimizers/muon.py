@@ -36,8 +36,7 @@ class Muon(Optimizer):
     from AdamW (Liu et al. 2025, "Muon is Scalable for LLM Training"). AdamW updates embeddings, the
     unembedding, norms, biases, gates, routers and position tables.
 
-    On several devices, matrices of equal shape are stacked and spread over the devices, so that
-    each matrix is orthogonalized once.
+    On several devices, matrices of equal shape are stacked and spread: each is orthogonalized once.
     """
 
     fields = frozenset({"b1", "b2", "epsilon", "momentum"})

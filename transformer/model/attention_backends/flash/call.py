@@ -72,8 +72,7 @@ class Call:
         T, S, N = q_BxTxNxH.shape[1], k_BxSxKxH.shape[1], q_BxTxNxH.shape[2]
         t, s = tile_size(T), tile_size(S)
         more_T, more_S = -T % t, -S % s
-        # Where queries and keys start together, the tiles of a causal mask end less than a tile
-        # after their queries.
+        # If queries and keys start together, causal tiles end less than a tile after their queries.
         causal = inputs.mask.causal and inputs.q_tokens.until_BxT is None
         together = causal and whole and inputs.first is None
         reach = min(t + s - LANES, S + more_S) if together else S + more_S
