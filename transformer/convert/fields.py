@@ -1,5 +1,4 @@
-"""Reads an outside config.json. Every field is read with its type, known to be harmless, or
-rejected by name.
+"""Reads an outside config.json: every field is read with its type, harmless, or rejected by name.
 
 A family lists the fields that it reads, with the defaults of its config class in Transformers, and
 may pair each with a field of ModelConfig. A missing field has its default. `null` is a separate

@@ -2,9 +2,8 @@
 
 A temperature of 0 selects the most likely token. Any other divides the logits, and the next token
 is drawn from the `top_k` most likely ones, or from the fewest that hold `top_p` of the probability.
-Each sequence has its own key, so its tokens do not depend on the other sequences of the batch. All
-tokens may be generated, including pad, except for `suppress_tokens`. A sequence with a limit of 0
-or less gets no tokens.
+Each sequence has its own key, so its tokens do not depend on the rest of the batch. All tokens may
+be generated, also pad, except `suppress_tokens`. A sequence with a limit of 0 or less gets none.
 
 Shape suffixes: B batch, P prompt length, L generated length, V vocabulary.
 """

@@ -126,8 +126,7 @@ def empty_slots(config: ModelConfig, batch: int, slots: int, *shape: int) -> jax
 def extend(slots: Any, new: Any, context: Context) -> tuple[Any, Tokens, Any]:
     """Writes the entries of new tokens, [B, T, size] or [B, K, T, size], to the slots.
 
-    Returns the entries that the new tokens can attend to, their tokens, and the slots for the next
-    call.
+    Returns the entries that the new tokens can attend to, their tokens, and the next slots.
 
     If there are fewer slots than the cache has tokens, they form a ring: token i is in slot
     i mod S. The token that it replaces is outside the window of every later token. Several new

@@ -2,8 +2,7 @@
 
 Shape suffixes: B batch, T length.
 
-No token id has a special meaning here. Every token is real unless `segment_ids` or `padding_mask`
-marks it as padding.
+No token id has a special meaning: tokens are real unless `segment_ids` or `padding_mask` says not.
 
 Shapes and types are always checked. Values are checked only outside `jax.jit`: a traced array has
 no values, and compiled code never waits for a check.

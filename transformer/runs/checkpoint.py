@@ -183,9 +183,8 @@ class Checkpoints:
         """Keeps the last `keep_checkpoints` intact checkpoints and deletes older ones.
 
         A checkpoint between two regular ones, saved because the run was stopped, does not count. It
-        is deleted as soon as there is a newer one, so the checkpoints that are kept and averaged
-        are those of an uninterrupted run. Before anything is deleted, all remaining checkpoints are
-        verified.
+        is deleted as soon as there is a newer one, so that those kept and averaged are those of an
+        uninterrupted run. Before anything is deleted, all remaining ones are verified.
 
         Raises Damaged for a damaged checkpoint with `train.strict_checkpoints`. With `at_end`, also
         raises it for a damaged last checkpoint, which is the run's result.

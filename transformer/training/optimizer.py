@@ -20,8 +20,7 @@ from transformer.training.config import OptimizerConfig
 def schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
     """Returns the schedule: update number (from 0) -> learning rate.
 
-    All schedules start with a linear warm-up to the peak over `warmup_steps`. The peak is the
-    config's learning rate.
+    All schedules start with a linear warm-up over `warmup_steps` to the peak, the config's rate.
 
         inverse_sqrt   peak * min(n / w, sqrt(w / n)) with n = update + 1 and w = warm-up steps:
                        Vaswani et al. 2017, eq. 3, where the peak is (d_model * w)^(-1/2)

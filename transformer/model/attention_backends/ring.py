@@ -6,9 +6,8 @@ device, then passes them on. Running statistics and gradients are those of block
 gradients of keys and values travel with them, and are back on their device after a full round.
 
 With a causal mask, a device with early queries would finish early. In zigzag order, device d of n
-holds chunks d and 2n - 1 - d of the sequence. Then, in every step but the first, each device
-processes two of four pairs of chunks, whichever device the keys come from (Brandon et al. 2023;
-Llama 3's context parallelism).
+holds chunks d and 2n - 1 - d of the sequence. In every step but the first, each then processes two
+of four pairs of chunks, whichever device the keys come from (Brandon et al. 2023; Llama 3).
 
 Shape suffixes: B batch, T query length, S key length, N query heads, K key/value heads, H head
 size, I blocks of queries, J blocks of keys, t queries per block, s keys per block.

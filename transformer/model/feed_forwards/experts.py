@@ -276,8 +276,7 @@ def dropless(x_BxTxD, experts_BxTxK, weights_BxTxK, real_BxT, matrices, apply, k
 
 
 def _sorted(apply, axes, expert, embed, ff, gather_tokens, tokens, matrices, key):
-    """Computes the dropless mixture of `tokens`, (x_BxTxD, experts_BxTxK, weights_BxTxK), on one
-    device.
+    """Computes the dropless mixture of `tokens`, (x, experts, weights), on one device.
 
     axes: all mesh axes over which tokens or experts are spread.
     expert, ff: the mesh axes of the experts and of their d_ff.

@@ -5,8 +5,7 @@ that `build` constructs), and its decoding state. The rest of the code treats th
 
 The sizes that most mixers share (`num_heads`, `num_kv_heads`, `d_head`, `d_value`, `window`) are
 fields of ModelConfig, not options: experiment files vary them together with `d_model`, and
-cross-attention uses them too. A mixer lists the fields that it reads in `fields`. The config
-rejects the others.
+cross-attention uses them too. A mixer lists those that it reads in `fields`; others are rejected.
 
 Shape suffixes: B batch, T length of the stack's tokens, S length of the source, D d_model.
 """

@@ -85,8 +85,7 @@ class CompleteP(MuP):
     multiplied by m_L^(alpha - 1), and epsilon by m_L^(-alpha). Parts of a norm placement and of
     the initialization that depend on depth have the values of the base.
 
-    The paper covers pre-norm. docs/parametrizations.md derives the rule for other placements and
-    shows coordinate checks.
+    The paper covers pre-norm; docs/parametrizations.md derives and checks other placements.
     """
 
     sizes = (*WIDTHS, "num_encoder_layers", "num_decoder_layers")

@@ -1,7 +1,6 @@
 """Rotary positions: rotates queries and keys by angles proportional to their positions.
 
-Shape suffixes: B batch, T length, N query heads, K key/value heads, H head size, P rotated pairs of
-dimensions per head.
+Shape suffixes: B batch, T length, N query heads, K key/value heads, H head size, P rotated pairs.
 """
 
 import jax
