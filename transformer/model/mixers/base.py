@@ -54,7 +54,7 @@ class Context:
     source_tokens: Tokens | None = None  # the encoder's tokens
     index: jax.Array | None = None  # int32[], the cache slot of the first of `tokens`, in decoding
     dropout_rate: jax.Array | None = None  # float32[], overrides the config's; None keeps it
-    layer: jax.Array | int | None = None  # its number, from 0; int32[] if the layers are scanned
+    layer: jax.Array | int | None = None  # the layer's number, from 0; int32[] if scanned
     passed: Any = None  # by the mixer of the layer before; zeros in the first layer; None: nothing
 
 
