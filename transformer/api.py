@@ -1,5 +1,4 @@
-"""The Python functions behind the command line: train, load_run, evaluate, generate, score
-and embed."""
+"""The functions behind the command line: train, load_run, evaluate, generate, score and embed."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -164,8 +163,7 @@ def run_mesh(config: Experiment, overrides: Mapping[str, Any]) -> tuple[Experime
     """Returns the config and the mesh on which to use a trained run. The mesh has one device, or as
     an override sets; with several processes, it is the run's."""
     cache_compiled_programs()
-    distributed = start_processes()
-    is_set = distributed or any(key.startswith("mesh") for key in overrides)
+    is_set = start_processes() or any(key.startswith("mesh") for key in overrides)
     mesh_config = config.mesh if is_set else MeshConfig(data=1)
     platform = config.platform if "platform" in overrides else "auto"
     return config.on(mesh_config), start(platform, mesh_config)

@@ -107,9 +107,8 @@ def strict(section: str, effects: tuple[Effect, ...] = ()):
     """Returns a class decorator that turns a dataclass into a config.
 
     The constructor raises UserError for an unknown field (with the nearest name), a missing field,
-    a field that is given twice, a value whose type differs from the annotation, a float that
-    float32 cannot hold, and a field that has no effect. `section` is the config's name in an
-    experiment.
+    a field given twice, a value of another type than annotated, a float that float32 cannot hold,
+    and a field without effect. `section` is the config's name in an experiment.
 
     As in JSON, integers are accepted for floats, lists for tuples, mappings for configs or choices.
     """

@@ -25,9 +25,8 @@ STALE = 90.0  # seconds without renewal after which a claim is dead
 
 @dataclasses.dataclass(frozen=True)
 class Process:
-    """A process on some machine. `began` identifies the PID namespace and the start time. It
-    distinguishes the process from a later one with the same PID and from one with this PID in
-    another container. "" if unknown."""
+    """A process on some machine. `began` is its PID namespace and start time ("" if unknown), which
+    distinguish it from later processes, and those in other containers, with the same PID."""
 
     host: str
     pid: str
@@ -204,9 +203,8 @@ def start_renewing(claims: Sequence[Claim]) -> Callable[[], None]:
 @contextlib.contextmanager
 def holding(claims: Sequence[Claim]) -> Iterator[None]:
     """Holds all these claims while the context is open. Raises UserError, which names the holder,
-    if a living process holds one of them. A process on another machine is not visible. If one holds
-    a claim, this function prints a line and waits until the claim is renewed (the holder is alive)
-    or has become stale (the holder is dead)."""
+    if a living process holds one. One on another machine is not visible: prints a line and waits
+    until the claim is renewed (the holder is alive) or is stale (the holder is dead)."""
     with contextlib.ExitStack() as taken:
         for claim in claims:
             last_age, deadline, announced = claim.age(), time.monotonic() + 2 * STALE, False

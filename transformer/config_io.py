@@ -79,8 +79,7 @@ def load_arms(file: str, overrides: Mapping = NOTHING) -> tuple[Sweep, dict[str,
 
 @dataclasses.dataclass(frozen=True)
 class _File:
-    """An experiment file with the requested argument and arm. `arg` is passed to `get_config` and
-    `sweep` if they take a parameter."""
+    """An experiment file, an arm, and an argument for `get_config` and `sweep` if they take one."""
 
     path: Path
     module: types.ModuleType

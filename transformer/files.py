@@ -43,9 +43,8 @@ def check_disk_space(folder: Path, needed: int, what: str) -> None:
 
 @contextlib.contextmanager
 def new_folder(folder: Path, keep: bool = False) -> Iterator[Path]:
-    """Yields an empty folder, which is renamed to `folder` if the body succeeds. Otherwise, nothing
-    is left behind. `folder` may exist and be empty. With `keep`, it is kept if another process has
-    made it in the meantime."""
+    """Yields an empty folder, which is renamed to `folder` (missing or empty) if the body succeeds;
+    else nothing is left. With `keep`, one that another process has made meanwhile is kept."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     scratch = tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}.")
     with disk_errors(folder), scratch as unfinished:
@@ -58,8 +57,7 @@ def new_folder(folder: Path, keep: bool = False) -> Iterator[Path]:
 
 def write_atomic(file: Path, content: str | bytes) -> None:
     """Writes `content` (text as UTF-8) atomically: to a temporary file that is renamed into place.
-    Nothing is left behind if writing fails. Special files (a pipe, /dev/stdout) are written to
-    directly."""
+    Nothing is left if writing fails. Special files (a pipe, /dev/stdout) are written directly."""
     data, file = content.encode("utf-8") if isinstance(content, str) else content, file.resolve()
     if file.exists() and not file.is_file():
         file.open("wb", buffering=0).write(data)

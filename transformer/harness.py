@@ -43,12 +43,9 @@ class HarnessLM(TemplateLM):
     """
 
     def __init__(
-        self,
-        run: LoadedRun | str | os.PathLike,
-        batch_size: int | None = None,
-        add_bos_token: bool | None = None,
-        max_gen_toks: int = 256,
-    ):
+        self, run: LoadedRun | str | os.PathLike, batch_size: int | None = None,
+        add_bos_token: bool | None = None, max_gen_toks: int = 256,
+    ):  # fmt: skip
         super().__init__()
         self.run = run = run if isinstance(run, LoadedRun) else load_run(run)
         check_tokenizer(run.tokenizer)

@@ -169,8 +169,7 @@ def styled(text: str, style: int, stream) -> str:
 
 
 def counting(text: str, total: int) -> Callable[[int], None]:
-    """Returns a function that shows in a terminal how many of `total` are done. The line is erased
-    at the end. Nothing is written to a log file."""
+    """Returns a function that shows how many of `total` are done, in a terminal, then erases it."""
 
     def show(done: int) -> None:
         if sys.stderr.isatty():

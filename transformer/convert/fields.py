@@ -1,5 +1,4 @@
-"""Reads an outside config.json. Every field is read with its type, known to be harmless, or
-rejected by name.
+"""Reads an outside config.json: every field is read with its type, harmless, or rejected by name.
 
 A family lists the fields that it reads, with the defaults of its config class in Transformers, and
 may pair each with a field of ModelConfig. A missing field has its default. `null` is a separate
@@ -127,13 +126,9 @@ class Fields:
     """
 
     def __init__(
-        self,
-        values: Mapping[str, Any],
-        family: str,
-        table: Mapping[str, Any],
-        aliases: Mapping[str, str] = types.MappingProxyType({}),
-        inside: str = "",
-    ):
+        self, values: Mapping[str, Any], family: str, table: Mapping[str, Any],
+        aliases: Mapping[str, str] = types.MappingProxyType({}), inside: str = "",
+    ):  # fmt: skip
         values = dict(values)
         self.family, self._inside, self._seen = family, inside, set()
         self.table = {name: field(default) for name, default in table.items()}
@@ -156,8 +151,7 @@ class Fields:
 
     def get(self, name: str, default: Any = _MISSING):
         """Returns the field's value, or its default if it is missing. Numbers are of its kind.
-        Raises UserError for a value of the wrong type or range, and for a missing required
-        field."""
+        Raises UserError for a wrong type or range, and for a missing field without a default."""
         self._seen.add(name)
         spec = self.table[name]
         default = spec.default if default is _MISSING else default

@@ -104,13 +104,10 @@ def _by_layer(family: Family, config: ModelConfig, tensors: Tensors):
 
 
 def save_hf(
-    directory: str | os.PathLike,
-    config: ModelConfig,
-    params: Any,
-    family: str | None = None,
+    directory: str | os.PathLike, config: ModelConfig, params: Any, family: str | None = None,
     fields: Mapping[str, Any] = types.MappingProxyType({}),
     files: Mapping[str, bytes] = types.MappingProxyType({}),
-) -> None:
+) -> None:  # fmt: skip
     """Writes config.json and safetensors that Transformers can load.
 
     `params` are as returned by `model.init` and `load_hf`. `fields` override fields of

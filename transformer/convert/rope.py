@@ -1,5 +1,4 @@
-"""Rotary positions in an outside config.json: the object `rope_parameters` of Transformers 5, and
-the fields of earlier versions."""
+"""Rotary positions in config.json: `rope_parameters` of Transformers 5, and earlier fields."""
 
 import math
 from collections.abc import Mapping
@@ -82,17 +81,11 @@ def options(choice: Choice) -> Mapping:
 
 
 def rope(
-    values: Mapping,
-    family: str,
-    length: int,
-    theta: float,
-    fraction: float = 1.0,
-    partial: bool = False,
-    inside: str = "rope_parameters.",
-) -> dict:
-    """Returns our position for one `rope_parameters` object. `theta` and `fraction` are defaults
-    for the base and the rotated share of each head. `partial` is whether the family supports shares
-    below 1."""
+    values: Mapping, family: str, length: int, theta: float, fraction: float = 1.0,
+    partial: bool = False, inside: str = "rope_parameters.",
+) -> dict:  # fmt: skip
+    """Returns our position for one `rope_parameters` object. `theta` and `fraction` are defaults of
+    the base and of each head's rotated share. `partial`: the family supports shares below 1."""
     kept_as_null = ("rope_type", "type", "factor")
     values = {k: v for k, v in values.items() if v is not None or k in kept_as_null}
     values.setdefault("rope_type", values.pop("type", "default"))
@@ -139,9 +132,8 @@ def _attention_factor(kind: str, f: Fields, length: int, original: int) -> dict:
 
 
 def rotary_by_type(f: Fields, thetas: Mapping[str, float], scaling: Mapping | None = None) -> dict:
-    """Returns layer type -> our position, for families in which each type has its own settings.
-    `thetas` are the layer types and their default bases. `scaling` holds legacy settings of the
-    type "full_attention", which take precedence."""
+    """Returns layer type -> our position, where types have their own settings. `thetas` are the
+    default bases by type. `scaling`: legacy settings of "full_attention", which take precedence."""
     name = "rope_parameters"
     entries = dict(f.get(name) or {})
     if unknown := sorted(entries.keys() - thetas):

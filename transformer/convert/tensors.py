@@ -116,12 +116,9 @@ def _open(file: Path):
 
 
 def check(
-    family: Family,
-    config: ModelConfig,
-    tensors: Tensors,
-    holder: Mapping[str, tuple[Weight, int]],
+    family: Family, config: ModelConfig, tensors: Tensors, holder: Mapping[str, tuple[Weight, int]],
     shapes: Mapping[str, Shape],
-) -> None:
+) -> None:  # fmt: skip
     """Raises UserError unless tensors and parameters correspond, with the right shapes and types.
     `holder` maps each parameter to its Weight and its index there; `shapes` are those of all
     parameters. Tensors without a parameter must be copies, constants or unused."""

@@ -12,21 +12,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 import numpy as np
 
 Shape = tuple[int, ...]
-
 QKV = ("query", "key", "value")  # the linear layers at the start of attention
 
 
 @dataclasses.dataclass(frozen=True)
 class Weight:
-    """The outside tensor `theirs`, which holds our parameters `ours`. `shape(shapes of ours)`
-    returns the tensor's shape, `read(tensor, shapes of ours)` our parameters, and `write(ours)` the
-    tensor. `read` and `write` are inverse to each other."""
+    """The outside tensor `theirs`, which holds our parameters `ours`."""
 
     theirs: str
     ours: tuple[str, ...]
-    shape: Callable[[list[Shape]], Shape]
-    read: Callable[[np.ndarray, list[Shape]], list[np.ndarray]]
-    write: Callable[[list[np.ndarray]], np.ndarray]
+    shape: Callable[[list[Shape]], Shape]  # shapes of ours -> the tensor's
+    read: Callable[[np.ndarray, list[Shape]], list[np.ndarray]]  # (tensor, shapes of ours) -> ours
+    write: Callable[[list[np.ndarray]], np.ndarray]  # the inverse of `read`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,12 +32,8 @@ class Copy:
 
     theirs: str
     of: str
-    written: bool = False
-    """Whether to write it. Needed where Transformers does not tie the two: it would initialize a
-    missing tensor at random."""
-
-    compared: bool = True
-    """Whether its numbers must equal those of `of`. False where Transformers ignores the tensor."""
+    written: bool = False  # needed where Transformers would initialize a missing tensor at random
+    compared: bool = True  # its numbers must be those of `of`; False where Transformers ignores it
 
 
 def expert(ours: str, index: int) -> str:
@@ -79,9 +72,8 @@ def matrix(theirs: str, *ours: str, inputs: int = 1, transposed: bool = True) ->
 
 
 def _joined(theirs: str, ours: tuple[str, ...], reshaped: Callable, transposed=False) -> Weight:
-    """Parameters that are reshaped and then concatenated along their last axis. `reshaped` returns
-    the new shape of a parameter of a given shape. `transposed`: the tensor is a matrix, and
-    transposed."""
+    """Parameters that are reshaped and then concatenated along their last axis. `reshaped` maps
+    a shape to the new one. `transposed`: the tensor is a matrix, and transposed."""
 
     def shape(shapes):
         parts = [reshaped(shape) for shape in shapes]

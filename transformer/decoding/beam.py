@@ -75,29 +75,18 @@ def _grow(
 
 def _can_win(beams: Beams, limits_B: jax.Array, alpha: float) -> jax.Array:
     """Whether a live beam of some sequence can still beat the worst ended hypothesis that it keeps.
-    Log-probabilities only decrease. So the score of a live beam is at most its log-probability
-    divided by the largest penalty that it can reach."""
+    Log-probabilities only decrease, so no score exceeds the present one at the largest penalty."""
     logp_B, worst_B = beams.live_logp_BxK[:, 0], beams.ended_score_BxK[:, -1]
     can_beat_B = logp_B / length_penalty(limits_B, alpha) > worst_B
     return jnp.any((beams.step < limits_B) & (logp_B > NEVER / 2) & can_beat_B)
 
 
 def beam_search(
-    model: nn.Module,
-    params: Any,
-    prompt_BxP: jax.Array | None,
-    limits_B: jax.Array,
-    *,
-    beam_size: int,
-    alpha: float,
-    max_new: int,
-    eos_id: Ids = None,
-    pad_id: int | None = None,
-    suppress_tokens: Sequence[int] = (),
-    source_BxS: jax.Array | None = None,
-    prompt_mask_BxP: jax.Array | None = None,
-    source_mask_BxS: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array]:
+    model: nn.Module, params: Any, prompt_BxP: jax.Array | None, limits_B: jax.Array, *,
+    beam_size: int, alpha: float, max_new: int, eos_id: Ids = None, pad_id: int | None = None,
+    suppress_tokens: Sequence[int] = (), source_BxS: jax.Array | None = None,
+    prompt_mask_BxP: jax.Array | None = None, source_mask_BxS: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """Returns the best hypotheses, int32[B, K, max_new], and scores, float32[B, K]; best first.
 
     Missing hypotheses have a score of -1e9. If no hypothesis of a sequence has ended within its

@@ -58,15 +58,12 @@ class Generator:
         check_tokenizer(self.tokenizer)
         self._model = build_model(self.config.model)
         self._translates = self.config.model.is_encoder_decoder
-        # A decoder trained on pairs reads eos after the source. Its output is a separate text, not
-        # a continuation.
+        # A decoder trained on pairs reads eos after the source. Its output is no continuation.
         self._answers = not self._translates and self.config.objective.has_pairs
         self._compiled: dict[int, Callable] = {}
         self._calls = 0  # number of previous texts; each text has its own random key
 
-    def __call__(
-        self, texts: Sequence[str], progress: Callable[[int], None] = lambda done: None
-    ) -> list[str]:
+    def __call__(self, texts: Sequence[str], progress: Callable = lambda done: None) -> list[str]:
         """Returns the translation or continuation of each text. `progress` gets the number done."""
         check_texts(texts)
         ids = self.tokenizer.encode(texts)

@@ -31,14 +31,9 @@ class DecodeState:
 
 
 def begin(
-    model: nn.Module,
-    params: Any,
-    prompt_BxP: jax.Array | None,
-    limits_B: jax.Array,
-    max_new: int,
-    source_BxS: jax.Array | None,
-    *masks: jax.Array | None,
-) -> tuple[jax.Array, DecodeState, Callable]:
+    model: nn.Module, params: Any, prompt_BxP: jax.Array | None, limits_B: jax.Array, max_new: int,
+    source_BxS: jax.Array | None, *masks: jax.Array | None,
+) -> tuple[jax.Array, DecodeState, Callable]:  # fmt: skip
     """Reads the prompts, by default the start token of an encoder-decoder, with `prefill`. Returns
     its results, and (tokens_B, memory) -> the results of `advance`. Also raises UserError without
     prompt and start token, and unless `limits_B` is an array with one entry per prompt."""
@@ -62,14 +57,10 @@ def begin(
 
 
 def prefill(
-    model: nn.Module,
-    params: Any,
-    prompt_BxP: jax.Array,
-    slots: int,
-    source_BxS: jax.Array | None = None,
-    prompt_mask_BxP: jax.Array | None = None,
+    model: nn.Module, params: Any, prompt_BxP: jax.Array, slots: int,
+    source_BxS: jax.Array | None = None, prompt_mask_BxP: jax.Array | None = None,
     source_mask_BxS: jax.Array | None = None,
-) -> tuple[jax.Array, DecodeState]:
+) -> tuple[jax.Array, DecodeState]:  # fmt: skip
     """Reads the prompts. Returns the logits of the next token, [B, V], and the memory.
 
     The masks are True where a token is real; by default, every token is. Prompts of unequal length

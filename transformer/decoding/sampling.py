@@ -2,9 +2,8 @@
 
 A temperature of 0 selects the most likely token. Any other divides the logits, and the next token
 is drawn from the `top_k` most likely ones, or from the fewest that hold `top_p` of the probability.
-Each sequence has its own key, so its tokens do not depend on the other sequences of the batch. All
-tokens may be generated, including pad, except for `suppress_tokens`. A sequence with a limit of 0
-or less gets no tokens.
+Each sequence has its own key, so its tokens do not depend on the rest of the batch. All tokens may
+be generated, also pad, except `suppress_tokens`. A sequence with a limit of 0 or less gets none.
 
 Shape suffixes: B batch, P prompt length, L generated length, V vocabulary.
 """
@@ -24,23 +23,12 @@ from transformer.model.special_tokens import Ids
 
 
 def sample(
-    model: nn.Module,
-    params: Any,
-    prompt_BxP: jax.Array | None,
-    limits_B: jax.Array,
-    keys_B: jax.Array,
-    *,
-    max_new: int,
-    eos_id: Ids = None,
-    pad_id: int | None = None,
-    suppress_tokens: Sequence[int] = (),
-    source_BxS: jax.Array | None = None,
-    prompt_mask_BxP: jax.Array | None = None,
-    source_mask_BxS: jax.Array | None = None,
-    temperature: float = 0.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-) -> jax.Array:
+    model: nn.Module, params: Any, prompt_BxP: jax.Array | None, limits_B: jax.Array,
+    keys_B: jax.Array, *, max_new: int, eos_id: Ids = None, pad_id: int | None = None,
+    suppress_tokens: Sequence[int] = (), source_BxS: jax.Array | None = None,
+    prompt_mask_BxP: jax.Array | None = None, source_mask_BxS: jax.Array | None = None,
+    temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0,
+) -> jax.Array:  # fmt: skip
     """Continues each prompt up to eos or `limits_B` tokens, then pads: int32[B, max_new].
 
     B is the number of sequences, P the length of the longest prompt, S that of the longest source.

@@ -40,11 +40,9 @@ def evaluate_loss(
     totals = {}  # by source of a mixture
     count = min(max_batches or len(batches), len(batches))
     for step, batch in enumerate(batches.stream(0, count)):
-        placed = share.place(batch)
         # Reading the sums orders the steps: concurrent steps could deadlock, each waiting for a
-        # collective of the other. The total is in float64, because a float32 cannot count more than
-        # 2^24 tokens.
-        sums = jax.tree.map(np.float64, eval_step(params, placed))
+        # collective of the other. The total is in float64: float32 cannot count over 2^24 tokens.
+        sums = jax.tree.map(np.float64, eval_step(params, share.place(batch)))
         source = batches.source_of(step)
         totals[source] = jax.tree.map(np.add, totals[source], sums) if source in totals else sums
     total = jax.tree.map(lambda *parts: sum(parts), *totals.values())

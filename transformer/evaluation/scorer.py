@@ -20,8 +20,7 @@ from transformer.evaluation.subject import Subject
 from transformer.model.pooling import POOLINGS
 from transformer.training.config import TrainTask
 
-Pair = tuple[Sequence[int], Sequence[int]]
-"""The ids of a context and of its continuation."""
+Pair = tuple[Sequence[int], Sequence[int]]  # the ids of a context and of its continuation
 
 
 class Scores(NamedTuple):
@@ -45,8 +44,7 @@ class Scorer:
     batch_size: int = 32
 
     def __post_init__(self):
-        model = self.config.model
-        if model.family == "encoder" or not self.config.objective.predicts_tokens:
+        if self.config.model.family == "encoder" or not self.config.objective.predicts_tokens:
             problem = f"{self.config.objective.name!r} does not train a probability of texts"
             raise UserError(f"data.objective: {problem}; causal_lm, prefix_lm and seq2seq do")
         self._subject = Subject(self.config, None, "", self.mesh)

@@ -67,8 +67,7 @@ class Subject:
         """Returns a Subject with the same text and another config. Results are cached."""
         if config not in self.programs:
             data = dataclasses.replace(self.data, config=config)
-            changed = dataclasses.replace(self, config=config, data=data, programs={})
-            self.programs[config] = changed
+            self.programs[config] = dataclasses.replace(self, config=config, data=data, programs={})
         return self.programs[config]
 
     def program(self, name, function: Callable) -> Callable:
@@ -104,9 +103,7 @@ def token_losses(logits_BxTxV: jax.Array, targets_BxT: jax.Array) -> jax.Array:
     return jax.nn.logsumexp(logits_BxTxV, axis=-1) - at_target
 
 
-def as_documents(
-    subject: Subject, batch: Mapping[str, np.ndarray], inputs: np.ndarray
-) -> dict[str, jax.Array]:
+def as_documents(subject: Subject, batch: Mapping, inputs: np.ndarray) -> dict[str, jax.Array]:
     """Returns a sharded batch with other inputs, in which each sequence is one document."""
     positions = np.broadcast_to(np.arange(inputs.shape[1], dtype=np.int32), inputs.shape)
     changed = {"inputs": inputs.astype(np.int32), "segments": np.ones_like(positions)}
@@ -119,9 +116,8 @@ SELF_ATTENTION_ONLY = ("distance", "previous")
 
 
 def streams(subject: Subject, params, recorded: dict) -> Iterator[tuple[jax.Array, Callable]]:
-    """Yields (input of the head, head) after each layer of the last stack, as if it ended there.
-    `recorded` holds the residual streams after the layers (the collection "streams" of
-    model/watch.py). Each is ended as the stack ends."""
+    """Yields (input of the head, head) after each layer of the last stack, as if it ended there,
+    from the residual streams after the layers (`recorded`: "streams" of model/watch.py)."""
     config, flat = subject.config.model, flatten(recorded)
     side = config.sides[-1]
     module, of_stack, done = config.norm_module(parent=None), params[side], 0

@@ -31,7 +31,6 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 WIDTH = 4.6  # of a figure, in inches
 MOST = 12  # lines in a figure, at most; more would be hard to distinguish
 SEEDS = "each seed (thin lines), and the mean with its 95 % interval"
-
 Style = Mapping[str, dict]
 Drawings = dict[str, tuple[str, Figure]]  # name of a figure -> its caption and the figure
 

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import jax
 import numpy as np
@@ -138,12 +138,11 @@ def check(sweep: Sweep, configs: Configs, facts: Mapping[str, Facts]) -> None:
     retokenized = [arm for arm, fact in facts.items() if fact.tokenizer != usual]
     in_tokens = of_tokens(sweep.metric, configs[sweep.baseline].objective.predicts_tokens)
     if retokenized and in_tokens and "tokenizer" not in sweep.declared:
-        raise UserError(
-            f"sweep: metric {sweep.metric!r} depends on the tokenizer, and arm "
-            f"{retokenized[0]!r} has a different tokenizer from {sweep.baseline!r}; use a metric "
-            "that does not, such as Sweep(..., metric='test/bits_per_byte'), or declare the "
-            "reason, declared={'tokenizer': \"...\"}"
-        )
+        problem = f"arm {retokenized[0]!r} has a different tokenizer from {sweep.baseline!r}"
+        metric = "use a metric that does not, such as Sweep(..., metric='test/bits_per_byte')"
+        way_out = f"{metric}, or declare the reason, declared={{'tokenizer': \"...\"}}"
+        depends = f"metric {sweep.metric!r} depends on the tokenizer"
+        raise UserError(f"sweep: {depends}, and {problem}; {way_out}")
     if unknown := [name for name in sweep.declared if name not in SET_BY]:
         problem = f"sweep: declared: {unknown[0]!r} is not a compared property"
         raise UserError(f"{problem}; choose from: {', '.join(SET_BY)}")
@@ -165,11 +164,9 @@ def _check_twins(sweep: Sweep, configs: Configs, facts: Mapping[str, Facts]) -> 
         if configs[arm] != configs[first]:
             fields = ", ".join(different_fields(configs[arm], configs[first]))
             relation = f"differ in {fields}, but build the same programs"
-        raise UserError(
-            f"sweep: arms {first!r} and {arm!r} {relation}, so their runs would be bitwise "
-            "identical; remove one, or declare it a control: "
-            f'Sweep(..., controls={{{arm!r}: "why"}})'
-        )
+        problem = f"{relation}, so their runs would be bitwise identical"
+        way_out = f'remove one, or declare it a control: Sweep(..., controls={{{arm!r}: "why"}})'
+        raise UserError(f"sweep: arms {first!r} and {arm!r} {problem}; {way_out}")
     for arm in sweep.controls:
         if arm not in (*twin_of.keys(), *twin_of.values()):
             raise UserError(f"sweep: controls: {arm!r} matches no other arm; remove it")
@@ -197,13 +194,10 @@ def _settings(tree: dict) -> tuple[str, ...]:
     return tuple(f"{key}={value}" for key, value in tree.items() if value not in ("", [], {}, None))
 
 
-def matched(
-    sweep: Sweep, configs: Configs, before: Configs, report: Callable[[str], None]
-) -> dict[str, Experiment]:
-    """Returns the arms, sized to match the baseline as `sweep.match` requires. Parameters and
-    floating-point operations are matched by d_ff, in multiples of 8. Time is matched by the number
-    of training steps, which is taken from `before` for arms that were measured there. Raises
-    UserError if an arm cannot be matched."""
+def matched(sweep: Sweep, configs: Configs, before: Configs, report) -> dict[str, Experiment]:
+    """Returns the arms, sized to match the baseline as `sweep.match` requires: parameters and FLOPs
+    by d_ff, in multiples of 8, and time by the number of steps, which is taken from `before` for
+    arms that were measured there. Raises UserError if an arm cannot be matched."""
     if not sweep.match:
         return dict(configs)
     if sweep.match == "time":
@@ -226,12 +220,11 @@ def _sized(arm: str, config: Experiment, fact: str, target: float, report) -> Ex
     high = bisect.bisect_left(range(high), target, low + 1, key=size_at)
     best = min((high - 1, high), key=lambda eights: abs(size_at(eights) - target))
     if abs(size_at(best) - target) > CLOSE * target:
-        raise UserError(
-            f"sweep: arm {arm!r} cannot be sized to the baseline's {fact} ({target:,.0f}) by "
-            f"model.d_ff: the closest is {size_at(best):,.0f} at {8 * best}, not within "
-            f"{CLOSE:.0%}; only multiples of 8 are tried: use a larger model, or set the arm's "
-            "fields by hand and declare the difference"
-        )
+        goal = f"sized to the baseline's {fact} ({target:,.0f}) by model.d_ff"
+        found = f"the closest is {size_at(best):,.0f} at {8 * best}, not within {CLOSE:.0%}"
+        by_hand = "set the arm's fields by hand and declare the difference"
+        way_out = f"only multiples of 8 are tried: use a larger model, or {by_hand}"
+        raise UserError(f"sweep: arm {arm!r} cannot be {goal}: {found}; {way_out}")
     if 8 * best != config.model.ff_size:
         sizes = f"{size_at(best):,.0f} (baseline: {target:,.0f})"
         report(f"{arm}: model.d_ff {config.model.ff_size} -> {8 * best}, {fact} {sizes}")

@@ -26,15 +26,9 @@ from transformer.sweeps import Grid, Point, Sweep, product
 
 
 def ladder(
-    config,
-    arms: Grid,
-    sizes: Grid,
-    budgets: Sequence[float],
-    per: str = "parameter",
-    rules: Mapping[str, Callable[[float], object]] | None = None,
-    hold_out: bool = True,
-    **options,
-) -> Sweep:
+    config, arms: Grid, sizes: Grid, budgets: Sequence[float], per: str = "parameter",
+    rules: Mapping[str, Callable[[float], object]] | None = None, hold_out: bool = True, **options,
+) -> Sweep:  # fmt: skip
     """Returns the sweep of all arms at all sizes. One run serves all budgets of its size (WSD-S).
 
     `config` is that of the file's `get_config()`. Budgets are input tokens per parameter, or FLOPs

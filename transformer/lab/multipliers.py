@@ -156,8 +156,7 @@ def fit_all(arms: Mapping[str, Points], baseline: str, replicas=1000, seed=0) ->
 
 def ranking(arms: Mapping[str, Points], target: str) -> dict[str, tuple[int, int]]:
     """Returns, by size, how many (right, all) pairs of arms and seeds one run ranks as `target`.
-    Losses are those of the last budgets of runs. At the size `target`, they are means over
-    seeds."""
+    Losses are those of runs' last budgets; at the size `target`, means over seeds."""
     counts: dict[str, tuple[int, int]] = {}
     for pair in itertools.combinations(arms.values(), 2):
         one, two = (dict(zip(x.runs, x.loss[:, -1], strict=True)) for x in pair)
@@ -174,8 +173,7 @@ def profile(scaling: Scaling, arm: str, C: float) -> Estimate:
 
     For each k, the other nine parameters of both laws are refitted: E of the arm follows from
     L*_arm(C) = L*_base(k C). Residuals of log L have a part for each run and one for each point,
-    both correlated between the arms. Their covariances are estimated, and the likelihood ratio is
-    compared with F(1, R - 3).
+    both correlated between arms, with estimated covariances. F(1, R - 3) bounds likelihood ratios.
     """
     pair, runs = (scaling.fits[scaling.baseline], scaling.fits[arm]), scaling.runs
     points, costs = [fit.points.rows(runs) for fit in pair], [fit.cost for fit in pair]

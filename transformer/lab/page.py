@@ -10,7 +10,6 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 STYLE, SCRIPT = (Path(__file__).with_name(f"report.{kind}").read_text() for kind in ("css", "js"))
-
 Table = Sequence[Sequence[str]]
 
 

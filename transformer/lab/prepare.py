@@ -16,9 +16,7 @@ from transformer.parallel.mesh import disable_tpu_search
 from transformer.parallel.processes import start_processes
 
 
-def study(
-    file: str, folder: Path, overrides: Mapping[str, str], report: Callable[[str], None]
-) -> Study:
+def study(file: str, folder: Path, overrides: Mapping[str, str], report: Callable) -> Study:
     """Returns the study of a file, and writes nothing. Raises UserError for incomparable arms."""
     sweep, configs = load_arms(file, overrides)
     disable_tpu_search()

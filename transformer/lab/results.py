@@ -165,9 +165,8 @@ class Results:
 def read(
     folders: Sequence[Path], metric="", baseline="", higher_is_better: bool | None = None
 ) -> Results:
-    """Returns the results of a sweep directory, or of several run directories. Runs whose configs
-    differ only in the seed form one arm, which is named after the folder of the first run. Raises
-    UserError if there is nothing to compare."""
+    """Returns the results of a sweep directory or of several run directories. Runs that differ only
+    in the seed form one arm, named after the first. Raises UserError if nothing can be compared."""
     studies = [folder for folder in folders if (folder / "sweep.json").exists()]
     if studies and len(folders) > 1:
         raise UserError(f"compare: {studies[0]} is a sweep; pass either one sweep or several runs")

@@ -106,9 +106,8 @@ class _Child:
         log = runs[0].log if self.first else runs[0].log.with_suffix(f".process-{index}.log")
         log.parent.mkdir(parents=True, exist_ok=True)
         self.log, self.began = log.open("ab"), log.stat().st_size if log.exists() else 0
-        names = ",".join(run.name for run in runs)
         command = [sys.executable, "-m", "transformer", "sweep"]
-        command += [f"--workdir={study.folder}", f"--runs={names}"]
+        command += [f"--workdir={study.folder}", f"--runs={','.join(run.name for run in runs)}"]
         streams = {"stdin": subprocess.DEVNULL, "stdout": self.log, "stderr": self.log}
         self.process = subprocess.Popen(command, **streams, start_new_session=True)
         for run in runs if self.first else ():
@@ -165,9 +164,7 @@ def _reason(code: int, log: Path, began: int) -> str:
     return f"exit code {code}: {error.removeprefix('error: ')[:200]}; see {log}"
 
 
-def train_and_evaluate(
-    folder: Path, names: Sequence[str], evaluate: Callable[[PlannedRun], None]
-) -> int:
+def train_and_evaluate(folder: Path, names: Sequence[str], evaluate: Callable) -> int:
     """Trains or resumes the named runs of a study in this process, and evaluates them. Runs that
     are alike and at the same step are trained together, or one by one if that fails. A failed run
     is recorded, and does not stop the others. Returns the exit code."""

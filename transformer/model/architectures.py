@@ -22,9 +22,7 @@ def architecture(name: str, **fields) -> ModelConfig:
     return ModelConfig(**look_up(ARCHITECTURES, name, "architecture") | fields)
 
 
-def _sizes(
-    name: str, shared: dict, columns: tuple[str, ...], rows: dict[str, tuple]
-) -> dict[str, dict]:
+def _sizes(name: str, shared: dict, columns: tuple[str, ...], rows: dict) -> dict[str, dict]:
     """Returns members NAME_SIZE (NAME if SIZE is ""): `shared` plus each row of `columns`."""
     return {
         f"{name}_{size}" if size else name: shared | dict(zip(columns, values, strict=True))
@@ -50,16 +48,14 @@ _TRANSFORMER = _sizes("transformer", _VASWANI, (*_BOTH, "dropout"), {
 
 _TEXTBOOKS = {
     # Hewitt's notes, section 2: attention (eqs. 7-8: one head, no scale, no biases, no W_O),
-    # positions, a nonlinearity and the future (causal) mask. No norms and no residual connections;
-    # d_ff = 5 d_model.
+    # positions, a nonlinearity and the causal mask. No norms or residuals; d_ff = 5 d_model.
     "minimal": {
         "family": "decoder", "vocab_size": 8192, "num_decoder_layers": 2, "d_model": 512,
         "d_ff": 2560, "num_heads": 1, "attention_scale": 1.0, "attention_bias": False,
         "attention_out": False, "position": "learned",
         "norm_placement": {"name": "none", "residual_scale": 0.0}, "activation": "relu",
     },
-    # MIT 6.390, eqs. 9.9-9.12: heads summed through W_c, a feed-forward without biases, LayerNorm
-    # after each sum.
+    # MIT 6.390, eqs. 9.9-9.12: heads summed through W_c, no feed-forward biases, post-norm.
     "mit_6390": {
         "family": "decoder", "vocab_size": 8192, "num_decoder_layers": 6, "d_model": 512,
         "d_ff": 2048, "num_heads": 8, "position": "learned", "norm_placement": "post",
@@ -112,8 +108,7 @@ _GPT2 = _sizes("gpt2", _GPT | {
     "xl": (48, 1600, 25, 6400),
 })  # fmt: skip
 
-# Brown et al. 2020, table 2.1, with dense attention in every layer. The paper alternates it with a
-# banded pattern that is not published.
+# Brown et al. 2020, table 2.1, all layers dense. The banded pattern of the paper is not published.
 _GPT3 = _sizes("gpt3", _GPT | {"max_length": 2048}, (*_DECODER, "d_head"), {
     "small": (12, 768, 12, 3072, 64),
     "medium": (24, 1024, 16, 4096, 64),

@@ -14,9 +14,7 @@ from transformer.model.attention_backends.blockwise import BLOCK, cut
 from transformer.model.attention_backends.reference import softmax
 
 
-def weights(
-    q_BxTxNxH: jax.Array, k_BxSxKxH: jax.Array, inputs: Inputs
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def weights(q_BxTxNxH, k_BxSxKxH, inputs: Inputs) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns (weights, logits, mask): float32[B, N, T, S] twice, and bool[B, T, S]. The mask is
     true where a query may attend to a key; weights and logits are zero elsewhere."""
     logits_BxNxTxS, mask_BxTxS = logits(q_BxTxNxH, k_BxSxKxH, inputs)

@@ -44,18 +44,12 @@ class LayerState:
 
 @struct.dataclass
 class Cache:
-    """The states of a decoder's layers, and the positions and segments of the cached tokens.
+    """The states of a decoder's layers, and the positions and segments of the cached tokens."""
 
-    layers: one state per layer, also if the layers are scanned: a stack of all states would be
-        copied whole at each step.
-    tokens: one entry per slot. Empty slots have segment 0, so masks hide them.
-    index: int32[], the next slot to write. It is the same for all sequences, because prompts are
-        padded on the left.
-    """
-
+    # One per layer, also if layers are scanned: a stack of states would be copied at each step.
     layers: tuple[LayerState, ...]
-    tokens: Tokens
-    index: jax.Array
+    tokens: Tokens  # one entry per slot. Empty slots have segment 0, so masks hide them
+    index: jax.Array  # int32[], the next slot of all sequences, as prompts are padded on the left
 
     def append(self, tokens: Tokens) -> Tokens:
         """Returns the tokens of all slots after writing `tokens`, whose order they take on."""
@@ -72,9 +66,7 @@ class Cache:
         return self.replace(layers=layers, tokens=jax.tree.map(select, self.tokens))
 
 
-def check_cache(
-    config: ModelConfig, cache: Cache, tokens: Tokens, encoded_BxSxD: jax.Array | None = None
-) -> None:
+def check_cache(config: ModelConfig, cache: Cache, tokens: Tokens, encoded_BxSxD=None) -> None:
     """Raises UserError for inputs that do not match what is in the cache: more tokens than free
     slots (than all slots, if the index is traced), an encoder's output where there is one already,
     and, where values are known, padding that a mixer's state does not support. A ring of `window`
@@ -106,9 +98,8 @@ def check_cache(
 def empty_cache(config: ModelConfig, batch: int, slots: int) -> Cache:
     """Returns a cache that can hold `slots` tokens per sequence."""
     states = (_empty_state(layer, batch, slots) for layer in config.layers("decoder"))
-    layers = tuple(map(LayerState, states))
     zeros = jnp.zeros((batch, slots), jnp.int32)
-    return Cache(layers, Tokens(zeros, zeros), jnp.zeros((), jnp.int32))
+    return Cache(tuple(map(LayerState, states)), Tokens(zeros, zeros), jnp.zeros((), jnp.int32))
 
 
 def _empty_state(layer: ModelConfig, batch: int, slots: int) -> State:
@@ -135,8 +126,7 @@ def empty_slots(config: ModelConfig, batch: int, slots: int, *shape: int) -> jax
 def extend(slots: Any, new: Any, context: Context) -> tuple[Any, Tokens, Any]:
     """Writes the entries of new tokens, [B, T, size] or [B, K, T, size], to the slots.
 
-    Returns the entries that the new tokens can attend to, their tokens, and the slots for the next
-    call.
+    Returns the entries that the new tokens can attend to, their tokens, and the next slots.
 
     If there are fewer slots than the cache has tokens, they form a ring: token i is in slot
     i mod S. The token that it replaces is outside the window of every later token. Several new
@@ -168,5 +158,4 @@ def _in_ring(tokens: Tokens, last: jax.Array, count: int) -> Tokens:
     """Returns the tokens in a ring of `count` slots after token `last` was written."""
     index = last - (last - jnp.arange(count)) % count
     in_ring = jax.tree.map(lambda x: x[:, jnp.maximum(index, 0)], tokens)
-    segments_BxT = jnp.where(index >= 0, in_ring.segments_BxT, 0)
-    return in_ring.replace(segments_BxT=segments_BxT, order="")
+    return in_ring.replace(segments_BxT=jnp.where(index >= 0, in_ring.segments_BxT, 0), order="")

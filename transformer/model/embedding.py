@@ -1,7 +1,6 @@
 """Embedding and unembedding: from tokens to vectors, and from vectors to logits.
 
-Shape suffixes: B batch, T length, D d_model, E d_embedding (usually d_model), V vocabulary,
-Y token types.
+Shape suffixes: B batch, T length, D d_model, E d_embedding or d_model, V vocabulary, Y token types.
 """
 
 import jax
@@ -33,9 +32,7 @@ class Embedding(nn.Module):
             shape = (cfg.token_types, cfg.d_model)
             self.types_YxD = declare(self, "token_types", normal, (None, "embed"), shape)
 
-    def __call__(
-        self, tokens_BxT: jax.Array, token_types_BxT: jax.Array | None = None
-    ) -> jax.Array:
+    def __call__(self, tokens_BxT, token_types_BxT: jax.Array | None = None) -> jax.Array:
         """Returns float[B, T, D]. Without `token_types_BxT`, all tokens are of type 0."""
         cfg = self.config
         table_VxE = self.table_VxE.astype(cfg.dtype)
@@ -61,9 +58,8 @@ class Embedding(nn.Module):
 
 @struct.dataclass
 class Head:
-    """The map from the last hidden state to logits: h W^T + b, in float32. With `soft_cap` c, the
-    logits are capped to c tanh(logits / c). The head is a pytree of arrays, so that a loss can
-    apply it in chunks."""
+    """The map from the last hidden state to logits: h W^T + b, in float32, or with `soft_cap` c,
+    c tanh(logits / c). It is a pytree of arrays, so that a loss can apply it in chunks."""
 
     matrix_VxE: jax.Array
     bias_V: jax.Array | None = None
@@ -87,9 +83,7 @@ class Head:
     def _matrix(self, dtype) -> jax.Array:
         return gathered(self.matrix_VxE.astype(dtype), ("vocab", "embed"))
 
-    def accumulate_gradients(
-        self, h_BxTxE: jax.Array, logits_BxTxV: jax.Array, d_BxTxV: jax.Array
-    ) -> tuple[jax.Array, "Head"]:
+    def accumulate_gradients(self, h_BxTxE, logits_BxTxV, d_BxTxV) -> tuple[jax.Array, "Head"]:
         """Returns the gradients with respect to h and, in float32, to this head.
 
         `d_BxTxV` is the gradient with respect to the logits. The result equals that of autodiff.

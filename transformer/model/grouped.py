@@ -2,10 +2,9 @@
 
 Shape suffixes: n rows, I and O input and output size of a matrix, G groups.
 
-`jax.lax.ragged_dot` computes this product. On TPUs its gradient with respect to the matrices
-multiplies all rows by every group and masks most of the result to zero (seen in the programs that
-libtpu 0.0.42.1 compiles). TPUs therefore use JAX's "MegaBlocks" kernels (Gale et al. 2023), which
-process only the rows of each group.
+`jax.lax.ragged_dot` computes this product. On TPUs its gradient by the matrices multiplies all rows
+by every group and masks most of the result to zero (as libtpu 0.0.42.1 compiles it). So TPUs use
+JAX's "MegaBlocks" kernels (Gale et al. 2023), which process only the rows of each group.
 """
 
 import jax
@@ -14,7 +13,6 @@ import jax.numpy as jnp
 from transformer.model.sharding import platform
 
 TILE = (512, 1024, 1024)  # the largest tile of a kernel: rows, contracted elements, columns
-
 SUBLANES = 16  # the number of rows of a kernel's tile is a multiple of this
 
 
@@ -26,17 +24,14 @@ def grouped_product(x_nxI: jax.Array, w_GxIxO: jax.Array, sizes_G: jax.Array) ->
     return jax.lax.ragged_dot(x_nxI, w_GxIxO, sizes_G)
 
 
-def megablox_product(
-    x_nxI: jax.Array, w_GxIxO: jax.Array, sizes_G: jax.Array, interpret: bool = False
-) -> jax.Array:
+def megablox_product(x_nxI, w_GxIxO, sizes_G, interpret: bool = False) -> jax.Array:
     """Computes `grouped_product` with TPU kernels. `interpret=True` emulates them for tests."""
     from jax.experimental.pallas.ops.tpu.megablox import gmm
 
     n = len(x_nxI)
     rows = min(TILE[0], -(-n // SUBLANES) * SUBLANES)
     padding = -n % rows
-    # The remaining rows form one more group, which has no matrix. The kernel skips these rows and
-    # returns zeros for them.
+    # The remaining rows form a group without a matrix, for which the kernel returns zeros.
     remaining = n + padding - jnp.sum(sizes_G)
     sizes_G = jnp.concatenate([sizes_G, remaining[None]]).astype(jnp.int32)
     # The tile of every product, including those of the gradients.

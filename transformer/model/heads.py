@@ -17,8 +17,7 @@ class Classifier(nn.Module):
     """Computes h_pooled W + b, where h_pooled = pool(h).
 
     With `pooler`, h_pooled = tanh(pool(h) W_p + b_p) (Devlin et al. 2019). Without `num_labels`,
-    the output is h_pooled. BERT's next-sentence prediction is
-    `pooling="cls", pooler=True, num_labels=2`.
+    the output is h_pooled. BERT's next-sentence head: `pooling="cls", pooler=True, num_labels=2`.
     """
 
     config: ModelConfig

@@ -2,8 +2,7 @@
 
 Shape suffixes: B batch, T length.
 
-No token id has a special meaning here. Every token is real unless `segment_ids` or `padding_mask`
-marks it as padding.
+No token id has a special meaning: tokens are real unless `segment_ids` or `padding_mask` says not.
 
 Shapes and types are always checked. Values are checked only outside `jax.jit`: a traced array has
 no values, and compiled code never waits for a check.
@@ -19,17 +18,10 @@ from transformer.model.masks import Tokens
 
 
 def locate(
-    config: ModelConfig,
-    tokens_BxT: jax.Array,
-    name: str = "tokens",
-    *,
-    before: Tokens | None = None,
-    positions=None,
-    segment_ids=None,
-    padding_mask=None,
-    prefix_mask=None,
-    order="",
-) -> Tokens:
+    config: ModelConfig, tokens_BxT: jax.Array, name: str = "tokens", *,
+    before: Tokens | None = None, positions=None, segment_ids=None, padding_mask=None,
+    prefix_mask=None, order="",
+) -> Tokens:  # fmt: skip
     """Returns the positions and documents of tokens.
 
     By default, all tokens are real tokens of one document, at positions 0, 1, 2, ... With `before`,

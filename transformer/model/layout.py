@@ -1,14 +1,13 @@
 """The layout of layer parameters: a subtree per layer (`layers_3`), or stacked layers (`layers`).
 
-Stacked parameters have one axis for the layers or, in a circular pipeline, two:
-[rounds, layers / rounds].
+Stacked parameters have one axis for layers or, in a circular pipeline, [rounds, layers / rounds].
 
-A path is the names of a parameter joined by `/`. Unrolled paths contain the number of the layer,
-so they are the same for every layout. Conversions between layouts, and from external weights, use
-them.
+A path is the names of a parameter joined by `/`. Unrolled paths contain the number of the layer, so
+they are the same for every layout. Layouts and external weights are converted by them.
 """
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -16,6 +15,9 @@ from typing import Any
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from transformer.model.config import ModelConfig
+
+flatten = functools.partial(flatten_dict, sep="/")  # tree -> mapping from path to array
+unflatten = functools.partial(unflatten_dict, sep="/")  # the inverse
 
 _SCANNED = re.compile(r"(encoder|decoder)/layers/(?:layer_(\d+)/)?(.+)")
 _UNROLLED = re.compile(r"(encoder|decoder)/layers_(\d+)/(.+)")
@@ -58,10 +60,10 @@ def join(config: ModelConfig, path: str, get: Callable[[str], Any], stack: Calla
 
 def unroll(config: ModelConfig, params: Any) -> tuple[ModelConfig, Any]:
     """Returns the same model with a subtree per layer: its config and its parameters."""
-    flat = flatten_dict(params, sep="/")
+    flat = flatten(params)
     layers = {name: part(flat[path], index) for name, (path, index) in where(config, flat).items()}
     config = dataclasses.replace(config, scan_layers=False, pipeline_rounds=1)
-    return config, unflatten_dict(layers, sep="/")
+    return config, unflatten(layers)
 
 
 def layer_shapes(config: ModelConfig, flat: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -77,13 +79,3 @@ def _indices(config: ModelConfig, path: str) -> list[tuple[str, tuple[int, ...]]
     if config.pipeline_rounds == 1:
         return [(name, (i,)) for i, name in enumerate(names)]
     return [(name, divmod(i, len(names) // config.pipeline_rounds)) for i, name in enumerate(names)]
-
-
-def flatten(params) -> dict:
-    """Returns a mapping from path to array."""
-    return flatten_dict(params, sep="/")
-
-
-def unflatten(flat: dict) -> dict:
-    """Returns the tree of a mapping from path to array."""
-    return unflatten_dict(flat, sep="/")

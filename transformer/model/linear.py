@@ -12,17 +12,13 @@ from transformer.model.sharding import gathered
 
 
 def matrix(
-    module: nn.Module,
-    inputs: tuple[int, ...],
-    outputs: tuple[int, ...],
-    names: tuple[str | None, ...],
-    gain: float = 1.0,
-) -> jax.Array:
+    module: nn.Module, inputs: tuple[int, ...], outputs: tuple[int, ...],
+    names: tuple[str | None, ...], gain: float = 1.0,
+) -> jax.Array:  # fmt: skip
     """Declares the parameter `kernel`, [*inputs, *outputs], and returns it for use in a product.
 
     The returned matrix has the config's `dtype` and is gathered along d_model. Initial values are
-    those of the matrix [prod(inputs), prod(outputs)], times `gain`. `names` are the logical names
-    of the axes.
+    those of the matrix [prod(inputs), prod(outputs)], times `gain`. `names` are logical axis names.
     """
     cfg = module.config
 

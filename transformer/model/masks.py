@@ -2,9 +2,8 @@
 
 Shape suffixes: B batch (or 1), T query length, S key length.
 
-A mask depends only on the `Tokens` that it is called with, not on shapes or offsets. The same
-`CAUSAL & SAME_SEGMENT` therefore serves padded batches, packed batches, prefill and single decoding
-steps.
+A mask depends only on the `Tokens` that it is called with, not on shapes or offsets. So the same
+`CAUSAL & SAME_SEGMENT` serves padded and packed batches, prefill and single decoding steps.
 """
 
 import dataclasses
@@ -19,48 +18,35 @@ from flax import struct
 class Tokens:
     """The positions and documents of the tokens of a stack.
 
-    positions_BxT: int32, the position of each token within its document.
-    segments_BxT: int32, the number of each token's document within its sequence, from 1. 0 is
-        padding or an empty cache slot.
-    until_BxT: int32, the last position that each token may attend to under a causal mask; None: its
-        own position. For tokens of a prefix, this is the prefix's last position.
     order: how the tokens are known to be arranged in a sequence. Backends use it to skip empty
         blocks of a mask. In decoding, it includes the tokens before them in the cache.
         "contiguous": the tokens of a document are adjacent, and their distances in position equal
             those in the sequence.
         "increasing": the tokens of a document are adjacent and sorted by position, and their
             distances in position are at least those in the sequence.
-        "zigzag": sequences are cut into chunks so that device d of n holds chunks d and 2n - 1 - d
-            (see attention_backends/ring.py).
+        "zigzag": device d of n holds chunks d and 2n - 1 - d (see attention_backends/ring.py).
         "": nothing is known.
     """
 
-    positions_BxT: jax.Array
-    segments_BxT: jax.Array
+    positions_BxT: jax.Array  # int32, of each token within its document
+    segments_BxT: jax.Array  # int32, its document in the sequence, from 1; 0: padding, empty slot
+    # int32, the last position that each token may attend to under a causal mask: of a prefix, its
+    # last one. None: each token's own position.
     until_BxT: jax.Array | None = None
     order: str = struct.field(pytree_node=False, default="")
 
 
 @dataclasses.dataclass(frozen=True)
 class Mask:
-    """An attention mask: `rule(q, k)` is True where a query may attend to a key.
-
-    Calling a mask returns bool[B, T, S]. Masks compose with `&` and `|`.
-
-    Backends may use these facts:
-
-    within: every allowed key is in the query's document.
-    causal: no allowed key is later than its query (or the end of the query's prefix).
-    window: allowed keys are fewer than this many positions away; 0: no bound.
-    plain: the three facts above describe the mask completely.
-    """
+    """An attention mask: `rule(q, k)` is True where a query may attend to a key. Calling a mask
+    returns bool[B, T, S]. Masks compose with `&` and `|`. Backends may use the other facts."""
 
     rule: Callable[[Tokens, Tokens], jax.Array]
     name: str
-    within: bool = False
-    causal: bool = False
-    window: int = 0
-    plain: bool = False
+    within: bool = False  # every allowed key is in the query's document
+    causal: bool = False  # no allowed key is later than its query (or the end of its prefix)
+    window: int = 0  # allowed keys are fewer than this many positions away; 0: no bound
+    plain: bool = False  # the three facts above describe the mask completely
 
     def __call__(self, q: Tokens, k: Tokens) -> jax.Array:
         return self.rule(q, k)
@@ -97,10 +83,7 @@ CAUSAL = Mask(_causal, "causal", causal=True, plain=True)
 SAME_SEGMENT = Mask(_same_segment, "same_segment", within=True, plain=True)
 """Allows keys of the query's document. Padding is in none, so this is also the padding mask."""
 
-
-REAL = Mask(
-    lambda q, k: (k.segments_BxT > 0)[:, None, :] & (q.segments_BxT >= 0)[:, :, None], "real"
-)
+REAL = Mask(lambda q, k: (k.segments_BxT > 0)[:, None] & (q.segments_BxT >= 0)[:, :, None], "real")
 """Allows all keys but padding."""
 
 

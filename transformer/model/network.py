@@ -139,8 +139,7 @@ class _Family(nn.Module):
         return empty_cache(self.config, batch, slots)
 
     def __call__(self, *tokens: jax.Array, **options) -> jax.Array:
-        """Returns the logits, float32[B, T, V]. Options as for `features`. `tokens` are int32[B,
-        T], or int32[B, S] and int32[B, T]."""
+        """Returns the logits, float32[B, T, V]. Tokens and options as for `features`."""
         h_BxTxD, head = self.features(*tokens, **options)
         return head(h_BxTxD)
 
@@ -150,8 +149,7 @@ class _Family(nn.Module):
 
 
 class _OneStack(_Family):
-    """A model with one stack. From the last hidden state it computes logits over the vocabulary
-    (`lm_head`), labels (`num_labels`), or both."""
+    """A model with one stack, which predicts tokens (`lm_head`), labels (`num_labels`), or both."""
 
     def setup(self):
         cfg = self.config
@@ -187,8 +185,7 @@ class _OneStack(_Family):
         return self.read(h_BxTxD), self.classifier(h_BxTxD, tokens)
 
     def __call__(self, tokens_BxT, **options) -> jax.Array:  # type: ignore[override]
-        """Returns the logits, float32[B, T, V]; without `lm_head`, the result of `classify`.
-        Options as for `hidden`."""
+        """Returns the logits, float32[B, T, V], or those of `classify`. Options as for `hidden`."""
         if not self.config.lm_head:
             return self.classify(tokens_BxT, **options)
         if self.is_initializing() and hasattr(self, "classifier"):
@@ -230,18 +227,9 @@ class EncoderDecoder(_Family):
         self.unembedding = Unembedding(cfg)
 
     def features(
-        self,
-        source_BxS,
-        target_BxT,
-        *,
-        source_positions=None,
-        source_segment_ids=None,
-        source_padding_mask=None,
-        deterministic=True,
-        dropout_rate=None,
-        source_order="",
-        **options,
-    ) -> tuple[jax.Array, Head]:
+        self, source_BxS, target_BxT, *, source_positions=None, source_segment_ids=None,
+        source_padding_mask=None, deterministic=True, dropout_rate=None, source_order="", **options,
+    ) -> tuple[jax.Array, Head]:  # fmt: skip
         """Returns the head's input, [B, T, E], and the head. `options` are those of the target."""
         check_same_documents(options.get("segment_ids"), source_segment_ids)
         dropout = {"deterministic": deterministic, "dropout_rate": dropout_rate}
@@ -260,15 +248,9 @@ class EncoderDecoder(_Family):
         return encoded_BxSxD, tokens
 
     def decode(
-        self,
-        target_BxT,
-        cache: Cache,
-        encoded_BxSxD: jax.Array | None,
-        encoded_tokens: Tokens,
-        *,
-        last_only=False,
-        **options,
-    ) -> tuple[jax.Array, Cache]:
+        self, target_BxT, cache: Cache, encoded_BxSxD: jax.Array | None, encoded_tokens: Tokens, *,
+        last_only=False, **options,
+    ) -> tuple[jax.Array, Cache]:  # fmt: skip
         """Returns the logits of tokens that follow those in the cache, and the updated cache.
 
         With `last_only`, only the logits of the last token are computed. The first call takes the
@@ -290,8 +272,6 @@ class EncoderDecoder(_Family):
 
 
 FAMILIES = {"encoder": Encoder, "decoder": Decoder, "encoder_decoder": EncoderDecoder}
-
-
 _FLAX_OPTIONS = {"rngs", "method", "mutable", "capture_intermediates"}
 
 

@@ -9,7 +9,6 @@ from jax import lax
 from transformer.model.initializers import declare
 
 NORMS = ("layernorm", "detach_norm", "rmsnorm", "dynamic_tanh")
-
 WITH_OFFSET = ("layernorm", "detach_norm", "dynamic_tanh")  # the norms with a learned offset
 
 
@@ -24,8 +23,7 @@ class Norm(nn.Module):
     treats the mean and the variance as constants. `dynamic_tanh` computes no statistics: it limits
     large values instead, in place of a norm. The learned scalar alpha starts at 0.5.
 
-    With `norm_zero_centered`, the gain is 1 + w, where w is the parameter. Weight decay then pulls
-    the gain to 1 (Gemma).
+    With `norm_zero_centered`, the gain is 1 + w, and weight decay pulls w to 0 (Gemma).
     """
 
     config: Any  # a ModelConfig, whose module imports this one

@@ -45,9 +45,7 @@ def of(tree, i: jax.Array | int):
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), tree)
 
 
-def pipelined(
-    layers: Layers, params, x_BxTxD, shared, same, key: jax.Array | None, micro: int, rounds: int
-):
+def pipelined(layers: Layers, params, x_BxTxD, shared, same, key, micro: int, rounds: int):
     """Applies all layers. Returns the residual streams and the sown values. The sown values are
     stacked like the layers and averaged over micro-batches. `params` are stacked; `shared` holds
     arrays [B, ...]; `same` is the same for all sequences."""
@@ -68,14 +66,12 @@ def pipelined(
             sub_key = None if key is None else jax.random.fold_in(key, (r * stages + s) * micro + m)
             x_bxTxD = where(s == 0, of(waiting, m), received_bxTxD)
             y_bxTxD, new = layers(of(params, r), x_bxTxD, of(shared, m), same, sub_key)
-            add = lambda total, x: total.at[r].add(jnp.where(busy, x, 0))
-            sown = jax.tree.map(add, sown, new)
+            sown = jax.tree.map(lambda total, x: total.at[r].add(jnp.where(busy, x, 0)), sown, new)
             received_bxTxD = jax.lax.ppermute(y_bxTxD, axis, ring)
             returned = t - (stages - 1)  # the unit that the first stage receives from the last
             slot, keep = returned % micro, (s == 0) & (returned >= 0)
             kept_bxTxD = where(keep, received_bxTxD, of(waiting, slot))
-            put = lambda waiting, kept: waiting.at[slot].set(kept)
-            waiting = jax.tree.map(put, waiting, kept_bxTxD)
+            waiting = jax.tree.map(lambda x, kept: x.at[slot].set(kept), waiting, kept_bxTxD)
             return (waiting, received_bxTxD, sown), None
 
         first = of(waiting_MxbxTxD, 0)

@@ -11,10 +11,9 @@ from jax.sharding import PartitionSpec as P
 
 
 def constrain(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
-    """Constrains the axes of `x` to be sharded as the rules define for their names. Axes that the
-    rules map to no mesh axis are unsharded. An axis that does not divide over its devices is
-    sharded over fewer of them, or not at all: a decoding step has one token. Raises ValueError for
-    a name that is not in the rules."""
+    """Constrains the axes of `x` to be sharded as the rules define for their names; those without a
+    mesh axis are unsharded. An axis that does not divide over its devices is sharded over fewer, or
+    not at all: a decoding step has one token. Raises ValueError for a name without a rule."""
     return _place(x, _spec(x, names))
 
 

@@ -12,8 +12,7 @@ from transformer.errors import UserError
 SPECIAL_TOKENS = ("pad_id", "bos_id", "eos_id", "decoder_start_id")
 """The fields of a ModelConfig that contain token ids of its vocabulary, or None."""
 
-Ids = int | Sequence[int] | None
-"""No token, one token, or several."""
+Ids = int | Sequence[int] | None  # no token, one token, or several
 
 
 def as_tuple(ids: Ids) -> tuple[int, ...]:
@@ -28,8 +27,7 @@ def checked(config) -> dict[str, Ids]:
 
     Duplicates in `eos_id` are removed. A tuple of one id becomes that id, and an empty tuple None.
 
-    Raises UserError for an id outside the vocabulary, and for a decoder start token in a model that
-    is not an encoder_decoder.
+    Raises UserError for ids outside the vocabulary, and a start token without an encoder_decoder.
     """
     tokens = {field: getattr(config, field) for field in SPECIAL_TOKENS}
     ends = tuple(dict.fromkeys(as_tuple(tokens["eos_id"])))

@@ -29,9 +29,8 @@ Carry = tuple[Streams, Any]
 
 
 class Layer(nn.Module):
-    """A token mixer, cross-attention and a feed-forward, each in a residual connection. Only a
-    decoder layer with an encoder has cross-attention, and only if its mixer does not read the
-    source itself. feed_forward='none' omits the feed-forward."""
+    """A token mixer, cross-attention and a feed-forward (if any), each in a residual connection.
+    Only a decoder layer with an encoder has cross-attention, unless its mixer reads the source."""
 
     config: ModelConfig
     side: str
@@ -39,10 +38,8 @@ class Layer(nn.Module):
     deterministic: bool
 
     @nn.compact
-    def __call__(
-        self, carry: Carry, own: tuple[LayerState | None, Any], position, context: Context
-    ) -> tuple[Carry, LayerState | None]:
-        """Returns the next carry and layer state, if decoding. `own`: state and layer number."""
+    def __call__(self, carry: Carry, own: tuple, position, context: Context):
+        """Returns the next carry and, in decoding, LayerState. `own`: state and layer number."""
         cfg, placement, (state, index) = self.config, self.config.placement(self.side), own
         streams, passed = carry
         context = context.replace(layer=index, passed=passed)
@@ -100,15 +97,10 @@ class Stack(nn.Module):
 
     @nn.compact
     def __call__(
-        self,
-        x_BxTxD: jax.Array,
-        tokens: Tokens,
-        encoded_BxSxD: jax.Array | None = None,
-        encoded_tokens: Tokens | None = None,
-        cache: Cache | None = None,
-        deterministic: bool = True,
-        dropout_rate: jax.Array | None = None,
-    ) -> tuple[jax.Array, Cache | None]:
+        self, x_BxTxD: jax.Array, tokens: Tokens, encoded_BxSxD: jax.Array | None = None,
+        encoded_tokens: Tokens | None = None, cache: Cache | None = None,
+        deterministic: bool = True, dropout_rate: jax.Array | None = None,
+    ) -> tuple[jax.Array, Cache | None]:  # fmt: skip
         """Returns the residual stream after the last layer and the updated cache, if any."""
         cfg = self.config
         if cfg.random_positions and not deterministic:
@@ -212,8 +204,7 @@ class Stack(nn.Module):
         """Returns 1 / sqrt(number of the base's sublayers) or 1 (Radford et al. 2019, sec. 2.3)."""
         if not self.config.residual_init_scale:
             return 1.0
-        layers = self.config.layers(self.side)
-        sublayers = sum(layer.num_sublayers(self.side) for layer in layers)
+        sublayers = sum(x.num_sublayers(self.side) for x in self.config.layers(self.side))
         return (sublayers / self.config.m_L(self.side)) ** -0.5
 
     def _loop(self, length: int, deterministic: bool) -> tuple[type[nn.Module], tuple]:

@@ -173,9 +173,8 @@ def _from_cluster() -> tuple[str, int, int, list[int] | None] | None:
 
 
 def _connect(coordinator: str, count: int, index: int, wait: float) -> dict[int, socket.socket]:
-    """Connects all processes, and returns the connections once all have arrived. Every process
-    connects to process 0, one port above the coordinator's. JAX's own service would abort without
-    naming the missing processes."""
+    """Connects all processes to process 0, one port above the coordinator's, and returns the
+    connections once all have arrived. JAX's own service would not name missing processes."""
     host, _, port = coordinator.rpartition(":")
     deadline = time.monotonic() + wait
     if index:
@@ -288,9 +287,8 @@ def stop_agreed(stop_requested: bool, step: int, run: int) -> bool:
     """Returns whether to stop after this step.
 
     A single process stops if `stop_requested`. Several processes stop at a step that they agree on:
-    the first that wants to stop sets it to four steps later. No process is then more than three
-    steps ahead, because each waits for the metrics of the step before the one it starts, and these
-    need all processes.
+    the first that wants to stop sets it to four steps later. None is then more than three steps
+    ahead, because each waits for the metrics of the step before, which need all processes.
     """
     if jax.process_count() == 1:
         return stop_requested

@@ -35,7 +35,6 @@ RULES: tuple[tuple[str, str | tuple[str, ...] | None], ...] = (
 )  # fmt: skip
 
 BATCH_AXES = dict(RULES)["batch"]  # the mesh axes that shard the batch
-
 BATCH = P(BATCH_AXES)
 
 
@@ -92,9 +91,8 @@ def path_name(path) -> str:
 
 def shardings(abstract_boxed, mesh: Mesh):
     """Returns a NamedSharding for every leaf of a boxed abstract tree. Raises UserError, with the
-    parameter's name, for an array without logical names, for a logical name that is not in the
-    table, for two dimensions on one mesh axis, and for a dimension that is not divisible by its
-    devices."""
+    parameter's name, for an array without logical names, for a name that is not in the table, for
+    two dimensions on one mesh axis, and for a dimension that does not divide over its devices."""
     table = dict(RULES)
 
     def sharding_of(path, leaf):

@@ -195,9 +195,8 @@ _FORWARDS = {"tuple", "while", "get-tuple-element", "bitcast", "conditional", "c
 
 
 def kept(program: HloProgram) -> float:
-    """Returns the bytes in HBM that the forward pass keeps for the backward pass. These arrays are
-    computed before the transposed part of differentiation and read in it. With micro-batches, both
-    passes are in the body of one loop."""
+    """Returns the bytes in HBM that the forward pass keeps for the backward pass: arrays computed
+    before the transposed part and read in it. With micro-batches, both are in one loop's body."""
 
     def bytes_kept(computation: Computation) -> float:
         passes = {"transpose(" in op.source for op in computation.values() if "jvp(" in op.source}

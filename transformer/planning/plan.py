@@ -64,8 +64,7 @@ class Plan:
         return self.topology.chip.hbm / self.topology.chip.devices
 
     def fits_in(self, part: Part) -> bool:
-        """Returns whether a device has room for a program. Temporaries count on TPUs only. Others
-        are of another compiler than the machine's."""
+        """Whether a device has room for a program. Temporaries count if a TPU's, not if a CPU's."""
         held = sum(part.memory.values())
         if not self.topology.is_tpu:
             held -= part.memory.get("temporaries", 0)
@@ -136,15 +135,10 @@ class Plan:
 
 
 def make_plan(
-    config: Experiment,
-    topology: Topology,
-    devices: list,
-    *,
-    only: Sequence[str] = PROGRAMS,
-    price: float | None = None,
-    kernels: Sequence[KernelCycles] = (),
+    config: Experiment, topology: Topology, devices: list, *, only: Sequence[str] = PROGRAMS,
+    price: float | None = None, kernels: Sequence[KernelCycles] = (),
     report: Callable[[str], None] = lambda line: None,
-) -> Plan:
+) -> Plan:  # fmt: skip
     """Compiles the programs in `only` and returns their plan. `report` receives lines of progress.
     `kernels` are attention kernels whose cycles bound their time (cycles.py). Raises UserError for
     an experiment that cannot be laid out on the machine."""

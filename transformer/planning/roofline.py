@@ -47,11 +47,9 @@ class Roofline:
 
 
 def roofline(
-    program: HloProgram,
-    topology: Topology,
-    devices: list,
+    program: HloProgram, topology: Topology, devices: list,
     kernel: Callable[[Instruction], KernelWork] = lambda op: KernelWork(),
-) -> Roofline:
+) -> Roofline:  # fmt: skip
     """Returns the roofline of a program on devices in the order of the mesh. `kernel` returns the
     work of a call that the HLO text does not contain."""
     chip, share = topology.chip, topology.chip.devices

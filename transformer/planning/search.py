@@ -27,16 +27,11 @@ LADDER = (("none", 1), ("dots", 1), *(("full", 2**n) for n in range(7)))
 
 
 def search(
-    config: Experiment,
-    topology: Topology,
-    devices: list,
-    max_plans: int,
-    report: Callable[[str], None],
-    price: float | None = None,
-) -> list[Plan]:
-    """Compiles up to `max_plans` layouts, and returns their plans. Plans that fit come first, by
-    the time of a step. `report` receives lines of progress. Raises UserError if no layout could be
-    tried."""
+    config: Experiment, topology: Topology, devices: list, max_plans: int,
+    report: Callable[[str], None], price: float | None = None,
+) -> list[Plan]:  # fmt: skip
+    """Compiles up to `max_plans` layouts, and returns their plans, those that fit first, by the
+    time of a step. `report` receives lines of progress. Raises UserError if none could be tried."""
     plans: list[Plan] = []
     reasons = collections.Counter()
     size = sum(x.size for x in jax.tree.leaves(abstract_params(config.model)))

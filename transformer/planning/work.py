@@ -61,9 +61,8 @@ def _traffic(op: Instruction, computation: Computation, program: HloProgram) -> 
 
 def _fusion_traffic(op: Instruction, operands: list[Instruction], inner: Computation) -> float:
     """Returns the bytes that a fusion reads and writes. An operand that is only sliced or gathered
-    from counts with the parts that are read. A result that only updates a part of an operand counts
-    with that part. The TPU compiler spreads a collective over several fusions, which pass its
-    buffers on: they count where it ends."""
+    from counts with the parts read, a result that only updates an operand with the part updated.
+    The TPU compiler spreads a collective over several fusions; its buffers count where it ends."""
     total = updated = 0.0
     root = list(inner.values())[-1]
     results = root.operands if root.opcode == "tuple" else ()
@@ -233,9 +232,8 @@ def kernel(op: Instruction, model: ModelConfig, known: Sequence[KernelCycles] = 
 
 
 def _attention(part: str, op: Instruction) -> KernelWork:
-    """Returns the work of flash attention over the tiles that the mask can allow. The forward pass
-    computes 2 products over queries and keys, and the backward pass 5. Those with a position
-    scheme's tables are not counted."""
+    """Returns the work of flash attention over the tiles that the mask can allow: 2 products of
+    queries and keys forward, 5 backward. Those with a position scheme's tables are not counted."""
     arrays = [dims for _, dims in _operands(op) if len(dims) > 2]
     (*heads, queries, size), (*_, keys, _), (*_, d_value) = arrays[:3]
     share = allowed_share(op.source, tile_size(queries))
@@ -246,9 +244,8 @@ def _attention(part: str, op: Instruction) -> KernelWork:
 
 
 def _grouped(part: str, op: Instruction, model: ModelConfig) -> KernelWork:
-    """Returns the work of a grouped product (`gmm`) or of its gradient by the matrices (`tgmm`). A
-    grouped product multiplies rows by their experts' matrices. A device computes only the rows of
-    its experts. The count assumes that the router is balanced."""
+    """Returns the work of a grouped product (`gmm`), of rows by their experts' matrices, or of its
+    gradient by the matrices (`tgmm`), for a device's own experts and a balanced router."""
     (size, (rows, inner)), (_, second) = _operands(op)[:2]
     result = op.arrays[0].dims
     matrices, products = (second, result) if part == "gmm" else (result, second)

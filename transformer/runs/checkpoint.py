@@ -33,7 +33,6 @@ ITEMS = ("params", "ema", "rest")
 """Items that can be read separately. `rest` contains the step and the optimizer state."""
 
 STRICT = "restore it from a copy, or set train.strict_checkpoints=False to skip it"
-
 VERIFY_CHUNK_BYTES = 2**30  # bytes of arrays, over all devices, that verification reads at a time
 
 
@@ -41,11 +40,9 @@ class Checkpoints:
     """The `checkpoints/` folder of a run."""
 
     def __init__(
-        self,
-        workdir: str | os.PathLike,
-        config: TrainConfig,
+        self, workdir: str | os.PathLike, config: TrainConfig,
         report: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
-    ):
+    ):  # fmt: skip
         """`report` receives a line for each damaged checkpoint that is moved away."""
         self._config, self._report = config, report
         self.folder = epath.Path(workdir) / "checkpoints"
@@ -99,9 +96,8 @@ class Checkpoints:
         self._manager.check_for_errors()
 
     def newest_intact(self, read: Callable[[int], T]) -> T:
-        """Returns `read(step)` for the newest checkpoint that is not damaged. Newer, damaged
-        checkpoints are moved to `damaged/` beside this folder. Raises Damaged if no checkpoint is
-        intact, or at once with `train.strict_checkpoints`."""
+        """Returns `read(step)` for the newest intact checkpoint; newer, damaged ones are moved to
+        `damaged/`. Raises Damaged if none is intact, or at once with `train.strict_checkpoints`."""
         damaged: dict[int, Damaged] = {}
         for step in reversed(self.steps):
             try:
@@ -130,9 +126,8 @@ class Checkpoints:
         return TrainState(params=items["params"], ema=items.get("ema"), **items["rest"]), record
 
     def evaluation_params(self, abstract_params):
-        """Returns the parameters that an evaluation of the run uses, as the config sets them. They
-        are the moving average (`train.ema_decay`), or else the mean of the last
-        `train.average_checkpoints` checkpoints."""
+        """Returns the parameters to evaluate: the moving average (`train.ema_decay`), or else the
+        mean of the last `train.average_checkpoints` checkpoints."""
         ema = self._config.ema_decay > 0
         item, mean_of = ("ema", 1) if ema else ("params", self._config.average_checkpoints)
         total, steps = None, self.steps[-max(mean_of, 1) :]
@@ -188,9 +183,8 @@ class Checkpoints:
         """Keeps the last `keep_checkpoints` intact checkpoints and deletes older ones.
 
         A checkpoint between two regular ones, saved because the run was stopped, does not count. It
-        is deleted as soon as there is a newer one, so the checkpoints that are kept and averaged
-        are those of an uninterrupted run. Before anything is deleted, all remaining checkpoints are
-        verified.
+        is deleted as soon as there is a newer one, so that those kept and averaged are those of an
+        uninterrupted run. Before anything is deleted, all remaining ones are verified.
 
         Raises Damaged for a damaged checkpoint with `train.strict_checkpoints`. With `at_end`, also
         raises it for a damaged last checkpoint, which is the run's result.

@@ -132,8 +132,7 @@ def fingerprints(tree: Any) -> dict[str, str]:
 
     Addition modulo 2^32 is exact and commutative. Each device therefore sums its own elements, and
     the hosts add up the sums. No array leaves its device. `mix` is a bijection, so a change of a
-    single element always changes the fingerprint. Two different arrays collide with a probability
-    of about 2^-64.
+    single element always changes the fingerprint. Different arrays collide with probability 2^-64.
 
     All processes must call this with the same tree, in any sharding over a mesh, and get the same
     result. Placeholders (`...`) are skipped.

@@ -34,8 +34,7 @@ def from_hf(directory: Path, workdir: Path, overrides: Mapping[str, str]) -> Exp
     """Creates a run in `workdir` with the parameters of a Hugging Face directory.
 
     Parameters are loaded one at a time and created sharded. The run can generate text, be evaluated
-    on a given text and, with train.init_from, be trained further. Raises UserError and leaves no
-    run behind if the conversion fails.
+    on a given text and be trained further (train.init_from). A UserError leaves no run behind.
     """
     rundir.check_folder(workdir)
     if workdir.exists() and (not workdir.is_dir() or any(workdir.iterdir())):

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from transformer.errors import UserError
@@ -14,16 +14,12 @@ class Goodput:
     """The seconds in which a run trained and those that were paid, over all of its processes.
 
     Compilation, evaluations, checkpoints and steps after the last log line that a run keeps are not
-    training. Time is paid from when a process begins the run or, if `TRANSFORMER_PAID_SINCE` is
-    set, from that time (Unix seconds), at which the machine started. A process that died ended at
-    its last log line.
+    training. Time is paid from when a process begins the run or from `TRANSFORMER_PAID_SINCE` (Unix
+    seconds), when the machine started. A process that died ended at its last log line.
     """
 
-    def __init__(
-        self, log: Path, lines: Sequence[dict], earlier: Mapping, resume_step: int, began: float
-    ):
-        """`lines` are those of the file `log`, of earlier processes, and `earlier` is their
-        `record`, if any. This process began at `began`."""
+    def __init__(self, log: Path, lines: list, earlier: Mapping, resume_step: int, began: float):
+        """`lines`: of `log`, of earlier processes; `earlier`: their `record`; `began`: this one."""
         kept = [line for line in lines if line["step"] <= resume_step]
         total = lambda name, lines: max((line.get(name, 0.0) for line in lines), default=0.0)
         self._trained = total(TRAINED, kept)

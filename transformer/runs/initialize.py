@@ -1,8 +1,7 @@
 """Initialization from the trained parameters of a run or of a Hugging Face model.
 
 Parameters are matched by their names in unrolled layers, so scanned and unrolled models can
-initialize each other. A mismatch is an error unless the config lists the parameters to initialize
-anew and to drop.
+initialize each other. A mismatch is an error unless the config lists it (init_new, init_drop).
 """
 
 import fnmatch
@@ -79,8 +78,7 @@ def _source(directory: Path, mesh: Mesh) -> tuple[Mapping, Callable[[str], jax.A
         return layer_shapes(run.config.model, flat), fetch
     check_source(str(directory))
     shapes, read = open_hf(directory)
-    everywhere = NamedSharding(mesh, PartitionSpec())
-    return shapes, lambda name: place(read(name), everywhere)
+    return shapes, lambda name: place(read(name), NamedSharding(mesh, PartitionSpec()))
 
 
 def _with_encoder(wanted: Mapping, shapes: Mapping, fetch: Callable):

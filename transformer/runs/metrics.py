@@ -23,9 +23,8 @@ from transformer.runs.watchdog import Watchdog
 
 
 class MetricsLog:
-    """The log `metrics.jsonl`, with one flat JSON object per line, `step` first. On resuming at
-    step n, lines after step n are removed. If there are several processes, only one `writes`. The
-    others read the existing lines and write nothing."""
+    """The log `metrics.jsonl`, with one flat JSON object per line, `step` first. Resuming at step n
+    removes later lines. Of several processes, only one `writes`; the others read existing lines."""
 
     def __init__(self, workdir: Path, resume_step: int, *, writes=True, tensorboard, wandb, config):
         self._path, self._writes = workdir / "metrics.jsonl", writes
@@ -128,14 +127,9 @@ class Progress:
         self._is_open = False  # whether the last line is one that `show` may update
 
     def show(
-        self,
-        step: int,
-        loss: float,
-        rate: float,
-        tokens_per_second: float,
-        seconds_per_step: float,
-        goodput: float,
-    ) -> None:
+        self, step: int, loss: float, rate: float, tokens_per_second: float,
+        seconds_per_step: float, goodput: float,
+    ) -> None:  # fmt: skip
         """Shows the progress line. `seconds_per_step` is the average over the last interval."""
         done = f"step {step:>{len(f'{self.steps:,}')},}/{self.steps:,}  {step / self.steps:4.0%}"
         line = f"{done}  loss {loss:6.3f}  lr {rate:.1e}"
@@ -182,15 +176,9 @@ class Recorder:
     """
 
     def __init__(
-        self,
-        log: MetricsLog,
-        progress: Progress,
-        rate: Callable,
-        every: int,
-        window,
-        goodput: Goodput,
-        together=1,
-    ):
+        self, log: MetricsLog, progress: Progress, rate: Callable, every: int, window,
+        goodput: Goodput, together=1,
+    ):  # fmt: skip
         self._log, self._progress, self._rate, self._every = log, progress, rate, every
         self.goodput = goodput
         self._together = {"time/together": together} if together > 1 else {}

@@ -170,9 +170,8 @@ class Start(NamedTuple):
 def begin(
     config: Experiment, workdir: Path, mesh: Mesh, *, together=1, prints=True, verbose=False
 ) -> Run:
-    """Prepares everything that a run needs before its first step. `together` is the number of runs
-    that are trained as one program. Only one of them `prints`, that is, prints progress. With
-    `verbose`, it prints more details before the first step."""
+    """Prepares all that a run needs before its first step. `together` runs are trained as one
+    program, of which one `prints` progress; with `verbose`, also details before the first step."""
     began, program = time.time(), check(config, workdir, mesh)
     text = read_text(config, workdir, Share(mesh))
     progress = Progress(config.train.steps, None if is_first() and prints else io.StringIO())

@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import functools
 import hashlib
 import importlib.metadata
 import os
@@ -27,6 +28,8 @@ from transformer.output import listed
 from transformer.parallel.processes import is_first, max_over_processes
 from transformer.registry import load_plugins, save_plugins
 from transformer.version import __version__
+
+flatten_fields = functools.partial(flatten_dict, sep=".")  # nested dicts -> {dotted field: value}
 
 LOCK = "lock"  # the claim of the process that trains in a run directory
 
@@ -169,10 +172,9 @@ def load_config(workdir: Path) -> Experiment:
 def record_start(
     workdir: Path, config: Experiment, mesh: Mesh, tokenizer: Tokenizer | None, origin: dict
 ) -> None:
-    """Writes config.json, the tokenizer and manifest.json of this experiment to the directory. The
-    manifest records what the results depend on: versions, commit, devices and mesh and, in
-    `origin`, the number of parameters, data hashes and attention backends. It keeps an entry for
-    every earlier start."""
+    """Writes config.json, the tokenizer and manifest.json. The manifest records what the results
+    depend on: versions, commit, devices and mesh and, in `origin`, the number of parameters, data
+    hashes and attention backends. It keeps an entry for every earlier start."""
     save_plugins(workdir, to_mapping(config))
     workdir.mkdir(parents=True, exist_ok=True)
     write_json(workdir / "config.json", to_mapping(config))
@@ -226,11 +228,6 @@ def _commit() -> str:
         return subprocess.run(command, capture_output=True, text=True).stdout.strip()
     except OSError:  # git is not installed
         return ""
-
-
-def flatten_fields(tree: dict) -> dict:
-    """Flattens nested dicts: dotted field name -> value."""
-    return flatten_dict(tree, sep=".")
 
 
 def different_fields(old: Experiment, new: Experiment) -> dict[str, str]:

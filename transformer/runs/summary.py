@@ -88,10 +88,9 @@ def _text(config: Experiment, data: Data, verbose: bool) -> str:
     tokenizer = config.data.tokenizer.path or f"{config.data.tokenizer.kind} tokenizer"
     sha256 = f", sha256 {data.tokenizer.sha256[:12]}" if verbose else ""
     names = [source.corpus or source.train for source in config.data.sources.values()]
-    text = f"{' + '.join(names)}: {counts} examples"
     tokens = f"{human_tokens(meta['train']['tokens'])} training tokens"
     pieces = f"{tokenizer}, {data.tokenizer.vocab_size:,} pieces{sha256}"
-    return f"text        {text}; {tokens}; {pieces}"
+    return f"text        {' + '.join(names)}: {counts} examples; {tokens}; {pieces}"
 
 
 def _batches(config: Experiment, batches: Stream) -> str:

@@ -11,9 +11,8 @@ Its gradient with respect to the logits is
 
     (1 + 2 z log Z) softmax(l) - (1 - e) onehot(y) - e / V
 
-The forward pass computes it together with the loss, converts each chunk of logits to gradients of
-the hidden state and the head, and discards the chunk. That saves B*T*V numbers of memory and, on a
-CPU, a tenth of the step.
+The forward pass computes it with the loss, converts each chunk of logits to gradients of hidden
+state and head, and discards it. That saves B*T*V numbers and, on a CPU, a tenth of the step.
 """
 
 import functools
@@ -71,9 +70,7 @@ class RouterSums:
         return {name: x / jnp.maximum(self.weight, 1.0) for name, x in self.reports.items()}
 
 
-def label_sums(
-    logits: jax.Array, labels: jax.Array, weights: jax.Array, smoothing: float = 0.0
-) -> Sums:
+def label_sums(logits, labels, weights: jax.Array, smoothing: float = 0.0) -> Sums:
     """Computes a classification loss's sums from logits [..., C] and int32[...] labels."""
     logp = jax.nn.log_softmax(logits, axis=-1)
     nll = -jnp.take_along_axis(logp, labels[..., None], axis=-1)[..., 0]

@@ -20,8 +20,7 @@ from transformer.training.config import OptimizerConfig
 def schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
     """Returns the schedule: update number (from 0) -> learning rate.
 
-    All schedules start with a linear warm-up to the peak over `warmup_steps`. The peak is the
-    config's learning rate.
+    All schedules start with a linear warm-up over `warmup_steps` to the peak, the config's rate.
 
         inverse_sqrt   peak * min(n / w, sqrt(w / n)) with n = update + 1 and w = warm-up steps:
                        Vaswani et al. 2017, eq. 3, where the peak is (d_model * w)^(-1/2)
@@ -42,8 +41,7 @@ def schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
 
     def linear(start, end, length):
         """Returns update -> a value that moves from `start` to `end` within `length` updates."""
-        left = lambda n: 1 - jnp.clip(n, 0, length) / length
-        return lambda n: (start - end) * left(n) + end
+        return lambda n: (start - end) * (1 - jnp.clip(n, 0, length) / length) + end
 
     def cosine(n):
         share = 0.5 * (1 + jnp.cos(jnp.pi * jnp.minimum(n, remaining) / remaining))

@@ -87,11 +87,9 @@ def relayout(
 
 
 def init_state(
-    config: TrainTask,
-    model: nn.Module,
-    optimizer: optax.GradientTransformation,
+    config: TrainTask, model: nn.Module, optimizer: optax.GradientTransformation,
     shardings: TrainState,
-) -> TrainState:
+) -> TrainState:  # fmt: skip
     """Initializes the state of step 0, sharded as `shardings` (from `abstract_state`)."""
     make = state_maker(config, model, optimizer)
     init = jax.jit(lambda key: unbox(make(key)), out_shardings=shardings)

@@ -58,18 +58,10 @@ class ModelOutputs:
 
 
 def run_model(
-    model: nn.Module,
-    params,
-    batch: dict,
-    task: TrainTask,
-    mesh: Mesh,
-    *,
-    dropout_key: jax.Array | None = None,
-    dropout_rate: jax.Array | None = None,
-    smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    watch: Sequence[str] = (),
-) -> tuple[ModelOutputs, dict, Mapping]:
+    model: nn.Module, params, batch: dict, task: TrainTask, mesh: Mesh, *,
+    dropout_key: jax.Array | None = None, dropout_rate: jax.Array | None = None,
+    smoothing: float = 0.0, z_loss: float = 0.0, watch: Sequence[str] = (),
+) -> tuple[ModelOutputs, dict, Mapping]:  # fmt: skip
     """Runs the model on a batch. Returns the outputs, the batch in the mesh's order of positions,
     and the collections of `watch` (model/watch.py) in which something was sown. A `dropout_key`
     turns on dropout, as in training. `dropout_rate` overrides the config's rate."""
@@ -146,12 +138,9 @@ def _routed(batch: dict) -> jax.Array:
 
 
 def make_train_step(
-    config: TrainTask,
-    model: nn.Module,
-    optimizer: optax.GradientTransformation,
-    mesh: Mesh,
+    config: TrainTask, model: nn.Module, optimizer: optax.GradientTransformation, mesh: Mesh,
     shardings: TrainState,
-) -> Callable:
+) -> Callable:  # fmt: skip
     """Returns jit((state, batch) -> (state, metrics)) on these shardings. It donates the state."""
     step = training_step(config, model, optimizer, mesh)
     inputs, results = (shardings, NamedSharding(mesh, BATCH)), (shardings, None)
@@ -159,14 +148,9 @@ def make_train_step(
 
 
 def training_step(
-    config: TrainTask,
-    model: nn.Module,
-    optimizer: optax.GradientTransformation,
-    mesh: Mesh,
-    *,
-    seed: int | jax.Array | None = None,
-    dropout_rate: jax.Array | None = None,
-) -> Callable:
+    config: TrainTask, model: nn.Module, optimizer: optax.GradientTransformation, mesh: Mesh, *,
+    seed: int | jax.Array | None = None, dropout_rate: jax.Array | None = None,
+) -> Callable:  # fmt: skip
     """Returns (state, batch) -> (state, metrics). A `seed` or `dropout_rate` may be traced."""
     seed = config.seed if seed is None else seed
     train, smoothing = config.train, config.train.label_smoothing
@@ -228,9 +212,8 @@ def main_loss_name(sums: dict[str, Loss]) -> str:
 
 
 def means(sums: dict[str, Loss]) -> dict:
-    """Returns the mean of each metric. The main loss yields `loss` and, if it is a cross-entropy,
-    `accuracy`. A label loss beside it yields `labels_loss` and `labels_accuracy`. Routers yield
-    `router_balance` and so on."""
+    """Returns the mean of each metric: `loss` and, of a cross-entropy, `accuracy` of the main loss,
+    `labels_loss` and `labels_accuracy` of a label loss beside it, `router_balance` and so on."""
     main = main_loss_name(sums)
     return {
         ("" if name == main else f"{name}_") + metric: x

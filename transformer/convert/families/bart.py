@@ -63,18 +63,14 @@ _KINDS = {
         "MarianMTModel",
         {"vocab_size": 58101, "decoder_vocab_size": optional(int)},
         {"pad_token_id": 58_100, "eos_token_id": 0, "decoder_start_token_id": 58_100},
-        learned=False,
-        constants={_POSITIONS: _sinusoids},
+        learned=False, constants={_POSITIONS: _sinusoids},
     ),
     "mbart": _Kind("MBartForConditionalGeneration", special_tokens=_TOKENS, pre=True),
     "m2m_100": _Kind(
         "M2M100ForConditionalGeneration",
         {"vocab_size": 128112, "activation_function": "relu", "scale_embedding": True,
          "attention_dropout": 0.1, "pad_token_id": count(1)},
-        learned=False,
-        pre=True,
-        logit_bias=False,
-        unused=(_POSITIONS + "s",),
+        learned=False, pre=True, logit_bias=False, unused=(_POSITIONS + "s",),
     ),
 }  # fmt: skip
 
@@ -148,18 +144,11 @@ def _copies(c: ModelConfig) -> tuple[Copy, ...]:
 
 FAMILIES = [
     Family(
-        name,
-        kind.architecture,
-        "encoder_decoder",
+        name, kind.architecture, "encoder_decoder",
         *(functools.partial(f, name) for f in (_read, _write, _weights)),
-        changed(_FIELDS, kind.fields),
-        table="model.shared",
-        head="lm_head",
-        special_tokens=kind.special_tokens,
-        copies=_copies,
-        constants=kind.constants,
-        unused=kind.unused,
-        source_begins=kind.source_begins,
+        changed(_FIELDS, kind.fields), table="model.shared", head="lm_head",
+        special_tokens=kind.special_tokens, copies=_copies, constants=kind.constants,
+        unused=kind.unused, source_begins=kind.source_begins,
     )
     for name, kind in _KINDS.items()
-]
+]  # fmt: skip

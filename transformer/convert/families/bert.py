@@ -56,17 +56,13 @@ class _Kind(NamedTuple):
 
 
 _ROBERTA = _Kind(
-    "Roberta",
-    {"vocab_size": 50265, "pad_token_id": count(1)},
+    "Roberta", {"vocab_size": 50265, "pad_token_id": count(1)},
     tensors={
         "bert.": "roberta.", "cls.predictions.transform.LayerNorm": "lm_head.layer_norm",
         "cls.predictions.transform.": "lm_head.", "cls.predictions.": "lm_head.",
     },
-    prefix="roberta.",
-    head="lm_head.",
-    sequence=("classifier.dense", "classifier.out_proj"),
-    after_pad=True,
-    special_tokens={"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2},
+    prefix="roberta.", head="lm_head.", sequence=("classifier.dense", "classifier.out_proj"),
+    after_pad=True, special_tokens={"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2},
 )  # fmt: skip
 _XLM = {"pad_token_id": count(1)}
 _KINDS = {
@@ -75,8 +71,7 @@ _KINDS = {
     "xlm-roberta": _ROBERTA._replace(title="XLMRoberta", changes=_XLM),
     "camembert": _ROBERTA._replace(title="Camembert", changes=_XLM),
     "distilbert": _Kind(
-        "DistilBert",
-        {"n_layers": 6},
+        "DistilBert", {"n_layers": 6},
         {
             "hidden_size": "dim", "num_attention_heads": "n_heads", "num_hidden_layers": "n_layers",
             "intermediate_size": "hidden_dim", "hidden_act": "activation",
@@ -95,9 +90,7 @@ _KINDS = {
             "cls.predictions.decoder": "vocab_projector",
             "cls.predictions.bias": "vocab_projector.bias",
         },
-        prefix="distilbert.",
-        head="vocab_",
-        sequence=(),
+        prefix="distilbert.", head="vocab_", sequence=(),
     ),
 }  # fmt: skip
 
@@ -207,18 +200,13 @@ def _copies(kind: _Kind, c: ModelConfig) -> tuple[Copy, ...]:
 
 FAMILIES = [
     Family(
-        model_type,
-        f"{kind.title}{'ForPreTraining' if kind.next_sentence else 'ForMaskedLM'}",
-        "encoder",
-        *(functools.partial(f, kind) for f in (_read, _write, _weights)),
-        kind.fields(),
-        table=kind.tensor(_TABLE),
-        special_tokens=kind.special_tokens,
-        prefix=kind.prefix,
-        heads=("cls.", kind.head, "classifier."),
+        model_type, f"{kind.title}{'ForPreTraining' if kind.next_sentence else 'ForMaskedLM'}",
+        "encoder", *(functools.partial(f, kind) for f in (_read, _write, _weights)),
+        kind.fields(), table=kind.tensor(_TABLE), special_tokens=kind.special_tokens,
+        prefix=kind.prefix, heads=("cls.", kind.head, "classifier."),
         copies=functools.partial(_copies, kind),
         # The first is 0, 1, 2, ...
         unused=(r".*embeddings\.position_ids", *[r"roberta\.pooler\.dense\..*"] * kind.after_pad),
     )
     for model_type, kind in _KINDS.items()
-]
+]  # fmt: skip

@@ -55,21 +55,15 @@ def gated(theirs: str, ours: str, c: ModelConfig, names: Parts = GATED) -> Itera
 
 
 def variant(
-    model_type: str,
-    architecture: str,
-    fields: Mapping[str, Any],
-    read: Callable[[Fields], dict] = rotary,
-    write: Callable[[ModelConfig], dict] = write_rotary,
-    norms: Mapping[str, str] = PRE_NORMS,
-    projections: Parts = PROJECTIONS,
-    feed_forward: Weights = gated,
-    **family,
-) -> Family:
+    model_type: str, architecture: str, fields: Mapping[str, Any],
+    read: Callable[[Fields], dict] = rotary, write: Callable[[ModelConfig], dict] = write_rotary,
+    norms: Mapping[str, str] = PRE_NORMS, projections: Parts = PROJECTIONS,
+    feed_forward: Weights = gated, **family,
+) -> Family:  # fmt: skip
     """Returns a family, given how it differs from Llama.
 
     fields: the fields of config.json that Llama lacks, or whose default differs.
-    read, write: the fields of a ModelConfig, or of config.json, that are added or replaced. They
-        include those of positions.
+    read, write: the added or replaced fields of a ModelConfig, or of config.json, with positions.
     norms, projections: as in PRE_NORMS and PROJECTIONS.
     feed_forward: the tensors of the feed-forward.
     family: other fields of Family.
@@ -93,9 +87,7 @@ def variant(
     return Family(
         model_type, architecture, "decoder", read_all, write_all,
         functools.partial(_weights, norms, projections, feed_forward), changed(FIELDS, fields),
-        table="model.embed_tokens",
-        head="lm_head",
-        prefix="model.",
+        table="model.embed_tokens", head="lm_head", prefix="model.",
         unused=(r".*rotary_emb\.inv_freq",),  # angles, which config.json determines
         **family,
     )  # fmt: skip
@@ -271,8 +263,7 @@ FAMILIES = [
             "partial_rotary_factor": positive(1.0),
         },
         _read_phi3, _write_phi3,
-        projections={"qkv_proj": QKV},
-        feed_forward=functools.partial(gated, names=_FUSED_GATE),
+        projections={"qkv_proj": QKV}, feed_forward=functools.partial(gated, names=_FUSED_GATE),
         special_tokens={"pad_token_id": 32_000, "bos_token_id": 1, "eos_token_id": 32_000},
     ),
     _olmo("olmo2", "Olmo2ForCausalLM", _OLMO_2, lambda f: rotary(f) | _OLMO),

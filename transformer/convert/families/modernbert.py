@@ -83,10 +83,8 @@ def _weights(c: ModelConfig):
 FAMILIES = [
     Family(
         "modernbert", "ModernBertForMaskedLM", "encoder", _read, _write, _weights, _FIELDS,
-        table="model.embeddings.tok_embeddings",
-        head="decoder",
-        special_tokens={"pad_token_id": 50_283, "bos_token_id": 50_281, "eos_token_id": 50_282},
-        prefix="model.",
+        table="model.embeddings.tok_embeddings", head="decoder", prefix="model.",
         heads=("head.", "classifier."),
+        special_tokens={"pad_token_id": 50_283, "bos_token_id": 50_281, "eos_token_id": 50_282},
     )
 ]  # fmt: skip

@@ -36,8 +36,7 @@ _FIELDS = {
 
 def _read(f: Fields, tensors: frozenset[str]) -> dict:
     activation, glu = f.one_of("feed_forward_proj", _PROJECTIONS)
-    # Transformers derives dense_act_fn and is_gated_act from feed_forward_proj, writes both, and
-    # reads them in preference to it.
+    # Transformers derives dense_act_fn and is_gated_act from it, writes both, and prefers them.
     if f.has("dense_act_fn"):
         activation = f.one_of("dense_act_fn", fields.ACTIVATIONS)
     glu = f.get("is_gated_act", glu)

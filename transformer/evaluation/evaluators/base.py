@@ -19,8 +19,7 @@ NEEDS_TOKENS = "requires target tokens, but data.objective predicts only classes
 
 @dataclasses.dataclass(frozen=True)
 class Evaluator:
-    """A measurement of a model. `train.evaluators` may set its fields: `dict(name="extrapolation",
-    times=8)`."""
+    """A measurement of a model. A config may set its fields: `dict(name="probe", examples=64)`."""
 
     name: ClassVar[str]  # the registered name, by which a config selects the evaluator
     in_training: ClassVar[bool]  # measure at evaluations in training, too, not just in `evaluate`

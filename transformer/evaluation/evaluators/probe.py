@@ -18,8 +18,7 @@ from transformer.output import count
 class Probe(Evaluator):
     """Accuracy on synthetic tasks (data/probes.py), at the training lengths and longer ones.
 
-    Draws separate examples of each length. There are few distinct short questions, so they also
-    occur in training.
+    Draws separate examples of each length. Short questions are few, so they occur in training, too.
     """
 
     in_training = True

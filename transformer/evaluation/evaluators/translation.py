@@ -21,13 +21,11 @@ def group(examples: Sequence[Example]) -> tuple[list[str], list[list[str]]]:
     return list(references), list(references.values())
 
 
-Scores = tuple[dict[str, float], dict[str, str]]
-"""Name -> score, and name -> sacreBLEU's signature."""
+Scores = tuple[dict[str, float], dict[str, str]]  # name -> score, and name -> sacreBLEU's signature
 
 
 def score(hypotheses: Sequence[str], references: Sequence[Sequence[str]]) -> Scores:
-    """Returns `bleu` and `chrf`, both from 0 to 100, and their signatures. `bleu_one_reference` and
-    `chrf_one_reference` use the first reference alone."""
+    """Returns `bleu` and `chrf` (0 to 100), also of the first reference alone, and signatures."""
     all_references = list(itertools.zip_longest(*references))
     first_references = [[refs[0] for refs in references]]
     scores, signatures = {}, {}
@@ -54,8 +52,7 @@ class _OfPairs(Evaluator):
 class Translation(_OfPairs):
     """BLEU, chrF and sample translations of the first validation sentences, during training.
 
-    Uses the decoding settings of `config.decoding`. It does nothing in `evaluate`, which always
-    translates the whole split.
+    Decodes as `config.decoding` sets. Does nothing in `evaluate`, which translates the whole split.
     """
 
     in_training = True

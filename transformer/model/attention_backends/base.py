@@ -1,5 +1,4 @@
-"""The inputs of attention backends, and the steps that all plain-JAX backends share: the logits,
-and the product of weights and values.
+"""Inputs of attention backends, and what plain-JAX ones share: logits, and weights times values.
 
 Shape suffixes: B batch, T query length, S key length, N query heads, K key/value heads, G = N / K,
 H head size.
@@ -27,26 +26,20 @@ def static(default=dataclasses.MISSING):
 
 @struct.dataclass
 class Inputs:
-    """The inputs of a backend, besides queries, keys and values.
-
-    `position` is None in cross-attention. `dropout_key` is None without dropout. `first`, int32[2],
-    has the indices of the first query and of the first key in the whole sequence, if these are
-    parts of one. `additive_NxH` and `mask_value` are for `attention_score` and
-    `attention_mask_value` of the config.
-    """
+    """The inputs of a backend, besides queries, keys and values."""
 
     mask: Mask = static()
     q_tokens: Tokens
     k_tokens: Tokens
-    position: Position | None
+    position: Position | None  # None in cross-attention
     scale: float = static()
     soft_cap: float = static(0.0)
     sink_N: jax.Array | None = None
     dropout: float = static(0.0)
-    dropout_key: jax.Array | None = None
-    first: jax.Array | None = None
-    mask_value: float = static(0.0)
-    additive_NxH: jax.Array | None = None
+    dropout_key: jax.Array | None = None  # None without dropout
+    first: jax.Array | None = None  # int32[2]: where the first query and key are in the sequence
+    mask_value: float = static(0.0)  # attention_mask_value of the config
+    additive_NxH: jax.Array | None = None  # of attention_score="additive"
 
     @property
     def logits_position(self) -> Position | None:
@@ -101,9 +94,8 @@ def by_head(x_BxTxNxH: jax.Array) -> jax.Array:
 
 
 def logits(q_BxTxNxH, k_BxSxKxH, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
-    """Returns the logits, float32[B, N, T, S], and the mask, bool[B, T, S]. The logits are scale q
-    k^T, or scale v . tanh(q + k) with additive scores, with the position scheme applied, and
-    soft-capped if there is a cap."""
+    """Returns the logits, float32[B, N, T, S], and the mask, bool[B, T, S]. Logits are scale q k^T,
+    or scale v . tanh(q + k) if additive, with position scheme and soft cap, if any, applied."""
     heads, kv_heads = q_BxTxNxH.shape[2], k_BxSxKxH.shape[2]
     q_BxTxKxGxH = q_BxTxNxH.reshape(*q_BxTxNxH.shape[:2], kv_heads, heads // kv_heads, -1)
     with pairs(inputs.mask, inputs.q_tokens, q_BxTxNxH.shape[1], k_BxSxKxH.shape[1]):
@@ -130,8 +122,7 @@ def logits(q_BxTxNxH, k_BxSxKxH, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
 
 
 def read(weights_BxNxTxS, v_BxSxKxH, inputs: Inputs, mask_BxTxS, dtype=None) -> jax.Array:
-    """Returns weights v, [B, T, N, H] of `dtype`, with dropout and the position scheme applied. The
-    result is linear in the weights."""
+    """Returns weights v, [B, T, N, H] of `dtype`, with dropout and scheme. Linear in weights."""
     batch, heads, queries, keys = weights_BxNxTxS.shape
     kv_heads = v_BxSxKxH.shape[2]
     if inputs.dropout_key is not None:

@@ -26,9 +26,7 @@ from transformer.model.attention_backends.base import Inputs, logits, read
 from transformer.model.masks import REAL
 
 BLOCK = 256  # the number of queries, and of keys, per block
-
 LOWEST = -1e30  # the log-sum-exp before the first key: below that of all logits, above `MASKED`
-
 MASKED = -2e38  # the logit of a masked pair: exp(MASKED - x) is 0 for every x from `LOWEST` on
 
 
@@ -41,8 +39,7 @@ def blockwise(q_BxTxNxH, k_BxSxKxH, v_BxSxKxH, inputs: Inputs, inner=None) -> ja
     if S % sizes[1]:
         inputs = inputs.replace(mask=inputs.mask & REAL)
     inputs = inputs.replace(q_tokens=q_tokens, k_tokens=k_tokens, position=inputs.logits_position)
-    out_IxBxtxNxH = attend(q_Ixs, *kv_Jxs, inputs, needed(inputs, T, S, sizes), inner)
-    return join(out_IxBxtxNxH)[:, :T]
+    return join(attend(q_Ixs, *kv_Jxs, inputs, needed(inputs, T, S, sizes), inner))[:, :T]
 
 
 def why_not(q, k, v, inputs: Inputs) -> str | None:
@@ -53,9 +50,8 @@ def why_not(q, k, v, inputs: Inputs) -> str | None:
 
 
 def needed(inputs: Inputs, T: int, S: int, sizes: tuple[int, int]) -> tuple[tuple[int, int], ...]:
-    """Returns the pairs (query block, key block) in which the mask may be true. Where tokens are
-    known to be in the order of their positions, this omits blocks of keys that are entirely after
-    the queries of a causal mask, or entirely outside a window."""
+    """Returns the pairs (query block, key block) in which the mask may be true. Where tokens are in
+    the order of positions, omits keys that a causal mask or a window excludes entirely."""
     t, s = sizes
     pairs = [(i, j) for i in range(-(-T // t)) for j in range(-(-S // s))]
     is_sorted = inputs.q_tokens.order == inputs.k_tokens.order in ("contiguous", "increasing")
@@ -87,8 +83,7 @@ def join(x_IxBxt: jax.Array) -> jax.Array:
 
 
 class Einsum:
-    """Computes a pair of blocks with the steps in base.py. An object with these methods computes
-    pairs of blocks for `attend` and for ring.py."""
+    """Computes pairs of blocks for `attend` and ring.py. Any object with these methods can."""
 
     @property
     def block(self) -> int:
@@ -96,9 +91,8 @@ class Einsum:
         return BLOCK
 
     def forward(self, q, k, v, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
-        """Returns the output of a block of queries that attends to one block of keys. Returns ([B,
-        t, N, V], log-sum-exp of the logits, float32[B, N, t]). They are 0 and `LOWEST` for a query
-        without keys."""
+        """Returns the output over one block of keys, [B, t, N, V], and the log-sum-exp of the
+        logits, float32[B, N, t]. They are 0 and `LOWEST` for a query without keys."""
         logits_BxNxtxs, mask_Bxtxs = logits(q, k, inputs)
         logits_BxNxtxs = jnp.where(mask_Bxtxs[:, None], logits_BxNxtxs, MASKED)
         m = jnp.maximum(jnp.max(logits_BxNxtxs, axis=-1), LOWEST)

@@ -6,8 +6,7 @@ Every mask is passed as an array, so that documents in one sequence do not atten
 causal mask is also declared as causal, so that products above the diagonal are skipped. Biases that
 depend on distance are passed as an array of the queries' type, which all sequences share.
 
-Shape suffixes: B batch, T query length, S key length, N query heads, K key/value heads,
-H head size.
+Shape suffixes: B batch, T queries, S keys, N query heads, K key/value heads, H head size.
 """
 
 import jax

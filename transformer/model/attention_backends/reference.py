@@ -1,7 +1,6 @@
 """The reference backend, which supports all inputs. Tests compare the other backends with it.
 
-Shape suffixes: B batch, T query length, S key length, N query heads, K key/value heads,
-H head size.
+Shape suffixes: B batch, T queries, S keys, N query heads, K key/value heads, H head size.
 """
 
 import jax
@@ -24,13 +23,11 @@ def reference(q_BxTxNxH, k_BxSxKxH, v_BxSxKxH, inputs: Inputs) -> jax.Array:
 
 
 def softmax(logits_BxNxTxS, mask_BxTxS, inputs: Inputs) -> jax.Array:
-    """Returns weights over the unmasked keys, and zero elsewhere. With a sink, the weights of a
-    query sum to less than one. With `mask_value`, masked keys are not excluded; that number is
-    added to their logits."""
+    """Returns weights over the unmasked keys, and zero elsewhere. With a sink, they sum to less
+    than one. With `mask_value`, masked keys are not excluded; it is added to their logits."""
     mask_Bx1xTxS, sink_N = mask_BxTxS[:, None], inputs.sink_N
     if inputs.mask_value:
-        added_Bx1xTxS = jnp.where(mask_Bx1xTxS, 0.0, inputs.mask_value)
-        return _softmax(logits_BxNxTxS + added_Bx1xTxS, sink_N)
+        return _softmax(logits_BxNxTxS + jnp.where(mask_Bx1xTxS, 0.0, inputs.mask_value), sink_N)
     logits_BxNxTxS = jnp.where(mask_Bx1xTxS, logits_BxNxTxS, jnp.finfo(jnp.float32).min)
     return jnp.where(mask_Bx1xTxS, _softmax(logits_BxNxTxS, sink_N), 0.0)
 

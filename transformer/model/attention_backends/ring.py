@@ -6,9 +6,8 @@ device, then passes them on. Running statistics and gradients are those of block
 gradients of keys and values travel with them, and are back on their device after a full round.
 
 With a causal mask, a device with early queries would finish early. In zigzag order, device d of n
-holds chunks d and 2n - 1 - d of the sequence. Then, in every step but the first, each device
-processes two of four pairs of chunks, whichever device the keys come from (Brandon et al. 2023;
-Llama 3's context parallelism).
+holds chunks d and 2n - 1 - d of the sequence. In every step but the first, each then processes two
+of four pairs of chunks, whichever device the keys come from (Brandon et al. 2023; Llama 3).
 
 Shape suffixes: B batch, T query length, S key length, N query heads, K key/value heads, H head
 size, I blocks of queries, J blocks of keys, t queries per block, s keys per block.
@@ -41,8 +40,7 @@ def why_not(q, k, v, inputs: Inputs) -> str | None:
 
 def ring(q_BxTxNxH, k_BxSxKxH, v_BxSxKxH, inputs: Inputs, inner=None) -> jax.Array:
     """Returns what `reference` returns, with T and S sharded over the mesh axis of "length".
-    `inner` computes a pair of blocks (see blockwise.py). In zigzag order, the dropout mask is that
-    of the tokens in this order."""
+    `inner` computes a pair of blocks (blockwise.py). In zigzag order, so is the dropout mask."""
     axis, count = axis_of("length")
     learned, fixed, merge = inputs.replace(position=inputs.logits_position).split()
     lengths = (q_BxTxNxH.shape[1] // count, k_BxSxKxH.shape[1] // count)
@@ -75,21 +73,14 @@ def ring(q_BxTxNxH, k_BxSxKxH, v_BxSxKxH, inputs: Inputs, inner=None) -> jax.Arr
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """Which pairs of blocks each device processes.
+    """Which pairs of blocks each device processes."""
 
-    axis, count: the mesh axis of the ring, and the number of devices.
-    sizes: queries per block, keys per block.
-    blocks: blocks of queries per device, blocks of keys per device.
-    zigzag: whether tokens are in zigzag order under a causal mask.
-    inner: computes a pair of blocks.
-    """
-
-    axis: str
-    count: int
-    sizes: tuple[int, int]
-    blocks: tuple[int, int]
-    zigzag: bool
-    inner: blockwise.Einsum
+    axis: str  # the mesh axis of the ring
+    count: int  # its devices
+    sizes: tuple[int, int]  # queries per block, keys per block
+    blocks: tuple[int, int]  # blocks of queries per device, blocks of keys per device
+    zigzag: bool  # whether tokens are in zigzag order under a causal mask
+    inner: blockwise.Einsum  # computes a pair of blocks
 
     @staticmethod
     def of(axis: str, count: int, inputs: Inputs, T: int, S: int, inner) -> "_Plan":

@@ -9,9 +9,7 @@ from flax import linen as nn
 from transformer.registry import Registry
 
 FEED_FORWARDS = Registry("model.feed_forward", __package__)
-
-Config = Any
-"""The layer's ModelConfig. Its module imports this one, so it cannot be imported here."""
+Config = Any  # the layer's ModelConfig. Its module imports this one, so it cannot be imported here
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,10 +1,9 @@
 """Mixtures of experts: a router sends each token to a few feed-forwards (Shazeer et al. 2017).
 
-With router scores p = softmax(x W_r), or sigmoid(x W_r) (DeepSeek-V3), the output is
-y = sum of w_e FF_e(x) over the K experts with the largest p. The weights w are p, normalized to sum
-to one over these experts if `normalize` is set (Mixtral), and unchanged otherwise (Switch). With
-`shared` experts, the output of a feed-forward that all tokens use is added (Dai et al. 2024,
-"DeepSeekMoE").
+With router scores p = softmax(x W_r), or sigmoid(x W_r) (DeepSeek-V3), the output y is the sum of
+w_e FF_e(x) over the K experts with the largest p. The weights w are p, normalized to sum to one
+over these experts if `normalize` is set (Mixtral), or unchanged (Switch). With `shared`
+experts, the output of a feed-forward that all tokens use is added (Dai et al. 2024, "DeepSeekMoE").
 
 With `bias_rate` (auxiliary-loss-free balancing; Wang et al. 2024, arXiv:2408.15664), the K experts
 are those with the largest p + b. The weights do not contain b, which no gradient of the loss
@@ -53,8 +52,7 @@ from transformer.model.sharding import constrain, fitting, gathered
 BIAS = "router_bias"
 """The name of the parameter that balances loads. The optimizer updates it by the sign of loads."""
 
-MAX_EXPERTS = 4096
-"""The largest `num_experts`. Each expert makes tracing and compiling slower."""
+MAX_EXPERTS = 4096  # the largest `num_experts`. Each makes tracing and compiling slower
 
 
 @FEED_FORWARDS.register("experts")
@@ -158,8 +156,7 @@ class Experts(nn.Module):
 
 class Matrices(nn.Module):
     """W_in or W_gate of all experts, or W_out if `outwards`. The initializer is applied to each
-    expert's matrix separately. The result is sharded as the parameter is; the dispatch functions
-    gather it."""
+    expert's matrix. The result is sharded as the parameter is; the dispatch functions gather it."""
 
     config: ModelConfig
     outwards: bool
@@ -185,9 +182,7 @@ class Matrices(nn.Module):
         return Matrix(kernel, bias)
 
 
-def _costs(
-    kind, logits_BxTxE, p_BxTxE, bias_E, experts_BxTxK, real_BxT, lost
-) -> dict[str, jax.Array]:
+def _costs(kind, logits_BxTxE, p_BxTxE, bias_E, experts_BxTxK, real_BxT, lost) -> dict:
     """Returns the router's loss and its parts, as means over the real tokens of all devices:
 
     loss     the weighted sum of `balance` and `z`, which is added to the objective
@@ -281,8 +276,7 @@ def dropless(x_BxTxD, experts_BxTxK, weights_BxTxK, real_BxT, matrices, apply, k
 
 
 def _sorted(apply, axes, expert, embed, ff, gather_tokens, tokens, matrices, key):
-    """Computes the dropless mixture of `tokens`, (x_BxTxD, experts_BxTxK, weights_BxTxK), on one
-    device.
+    """Computes the dropless mixture of `tokens`, (x, experts, weights), on one device.
 
     axes: all mesh axes over which tokens or experts are spread.
     expert, ff: the mesh axes of the experts and of their d_ff.

@@ -85,8 +85,7 @@ class Attention(nn.Module):
 
     @nn.compact
     def __call__(self, x_BxTxD, context: Context, position: Position, state, deterministic):
-        """Returns the output, the keys and values so far, and with `value_residual` the first
-        layer's values."""
+        """Returns the output, keys and values so far and, with `value_residual`, the first."""
         position, q_BxTxNxH, k_BxTxKxH, v_BxTxKxH = self._projected(x_BxTxD, context, position)
         v_BxTxKxH, *first = self._with_first(v_BxTxKxH, context)
         qkv = q_BxTxNxH, k_BxTxKxH, v_BxTxKxH

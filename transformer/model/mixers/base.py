@@ -5,8 +5,7 @@ that `build` constructs), and its decoding state. The rest of the code treats th
 
 The sizes that most mixers share (`num_heads`, `num_kv_heads`, `d_head`, `d_value`, `window`) are
 fields of ModelConfig, not options: experiment files vary them together with `d_model`, and
-cross-attention uses them too. A mixer lists the fields that it reads in `fields`. The config
-rejects the others.
+cross-attention uses them too. A mixer lists those that it reads in `fields`; others are rejected.
 
 Shape suffixes: B batch, T length of the stack's tokens, S length of the source, D d_model.
 """
@@ -38,37 +37,25 @@ SHARED_FIELDS = (
 NORM_FIELDS = ("norm", "norm_gain", "norm_offset", "norm_epsilon", "norm_zero_centered")
 """The fields of ModelConfig that configure norms, also those within mixers."""
 
-Config = Any
-"""The layer's ModelConfig. Its module imports this one, so it cannot be imported here."""
+Config = Any  # the layer's ModelConfig. Its module imports this one, so it cannot be imported here
 
-State = Any
-"""A pytree of arrays with the batch on axis 0; None outside decoding."""
+State = Any  # a pytree of arrays with the batch on axis 0; None outside decoding
 
 
 @struct.dataclass
 class Context:
-    """The inputs of every layer of a stack, apart from the residual stream.
+    """The inputs of every layer of a stack, apart from the residual stream."""
 
-    tokens: positions and segments of the stack's tokens.
-    key_tokens: positions and segments of the tokens that can be attended to. In decoding these are
-        the tokens of all cache slots, including `tokens`; otherwise they are `tokens`.
-    source_BxSxD, source_tokens: the encoder's output and its tokens, in a decoder with an encoder.
-        In decoding, the output is passed once and is None afterwards, because each state keeps
-        what it needs from it.
-    index: int32[], the cache slot of the first of `tokens`; None outside decoding.
-    dropout_rate: float32[], overrides the config's dropout rate; None keeps it.
-    layer: the number of this layer in its stack, from 0; an int32[] if the layers are scanned.
-    passed: what the mixer of the layer before passed on, zeros in the first layer; None if nothing.
-    """
-
-    tokens: Tokens
-    key_tokens: Tokens
+    tokens: Tokens  # positions and segments of the stack's tokens
+    key_tokens: Tokens  # those that can be attended to: `tokens`; in decoding, of all cache slots
+    # The output of the encoder, if any. In decoding, it is passed once and is None afterwards,
+    # because each state keeps what it needs from it.
     source_BxSxD: jax.Array | None = None
-    source_tokens: Tokens | None = None
-    index: jax.Array | None = None
-    dropout_rate: jax.Array | None = None
-    layer: jax.Array | int | None = None
-    passed: Any = None
+    source_tokens: Tokens | None = None  # the encoder's tokens
+    index: jax.Array | None = None  # int32[], the cache slot of the first of `tokens`, in decoding
+    dropout_rate: jax.Array | None = None  # float32[], overrides the config's; None keeps it
+    layer: jax.Array | int | None = None  # the layer's number, from 0; int32[] if scanned
+    passed: Any = None  # by the mixer of the layer before; zeros in the first layer; None: nothing
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,9 +15,7 @@ from transformer.model.mixers.attention import Attention, KeyValue, SelfAttentio
 from transformer.model.mixers.base import MIXERS, Context
 from transformer.model.positions import Position
 
-CHANNELS = 8
-"""Channels that queries and keys receive: twice three parts of a sum, and two zeros, because fused
-kernels prefer a multiple of 8."""
+CHANNELS = 8  # of queries and keys: twice three parts of a sum, and two zeros, as kernels prefer 8
 
 
 class ForgettingState(NamedTuple):

@@ -171,8 +171,7 @@ def single_step(q, k, v, log_a, b, document_BxT, s_BxNxHxV):
 
 
 def chunked_recurrence(q, k, v, log_a, b, document_BxT, s_BxNxHxV, *, size: int):
-    """Computes the recurrence in chunks of `size` tokens: matrix products within a chunk, a scan
-    over chunks.
+    """Computes the recurrence in chunks of `size` tokens: products in a chunk, a scan over chunks.
 
     Let c be the cumulative sum of log a within a chunk. Let E_ij = exp(c_i - c_j) if j <= i and
     both tokens are in the same document, and 0 otherwise. Then

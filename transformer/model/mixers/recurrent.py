@@ -1,8 +1,7 @@
 """Recurrent networks, which attention replaced, with and without attention to a source.
 
 Shape suffixes: B batch, T length of the stack's tokens, S length of the source, D d_model, F gates,
-G units per direction, E sources, K sequences per source (the beams of a sentence; otherwise 1),
-B = E K.
+G units per direction, E sources, K = B / E sequences per source (a sentence's beams; otherwise 1).
 """
 
 import dataclasses
@@ -47,8 +46,7 @@ class Recurrent(Mixer):
     # How the layers of a decoder read the encoder:
     # "cross_attention": in a separate sublayer, as layers with other mixers do
     # "attention": by additive attention before each step (Bahdanau et al. 2015)
-    # "last": each step also reads the encoder's output at the source's last token (after Sutskever
-    #     et al. 2014)
+    # "last": each step also reads the encoder's last output (after Sutskever et al. 2014)
     # "none": not at all
     source: str = "cross_attention"
 
@@ -172,8 +170,7 @@ class Recurrence(nn.Module):
                 z_BxFxG += jnp.einsum("BD,DFH->BFH", context_BxD, w_context)
             h, c = kind.cell(z_BxFxG, u_BxFxG, h, c)
             out_BxG = jnp.where(real_Bx1, h, 0.0).astype(cfg.dtype)
-            keep = lambda new, x: jnp.where(real_Bx1, new, x)
-            carried = jax.tree.map(keep, (h, c), previous[:2])
+            carried = jax.tree.map(lambda new, x: jnp.where(real_Bx1, new, x), (h, c), previous[:2])
             segment_B = jnp.where(real_Bx1[:, 0], segment_B, previous.segment_B)
             return RecurrentState(*carried, segment_B), (out_BxG, context_BxD)
 

@@ -18,10 +18,7 @@ from transformer.errors import UserError, nearest
 from transformer.registry import Registry
 
 PARAMETRIZATIONS = Registry("model.parametrization", __package__)
-
-Config = Any
-"""A ModelConfig. Its module imports this one, so it cannot be imported here."""
-
+Config = Any  # a ModelConfig. Its module imports this one, so it cannot be imported here
 
 NONE = FrozenDict()
 
@@ -50,7 +47,6 @@ class Place(NamedTuple):
 
 
 @PARAMETRIZATIONS.register("standard")
-@dataclasses.dataclass(frozen=True)
 class Parametrization:
     """The standard parametrization: hyperparameters do not depend on the size of the model.
 

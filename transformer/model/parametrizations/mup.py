@@ -28,10 +28,9 @@ class MuP(Parametrization):
     The updates of Muon have a fixed root mean square (optimizers/muon.py), so that the learning
     rate of its matrices is multiplied by m_N^(-1/2).
 
-    `base` holds the sizes of the base model by the names of the model's fields, such as
-    dict(d_model=256). Its `d_ff` and `num_heads` are in proportion to d_model unless they are
-    given, so that the size of heads is the same. Sizes that are options of a mixer or of experts
-    are the same.
+    `base` holds sizes of the base model by field, such as dict(d_model=256). Its `d_ff` and
+    `num_heads` are in proportion to d_model unless they are given, so that heads have the same
+    size. Sizes that are options of a mixer or of experts are the same.
     """
 
     sizes: ClassVar[tuple[str, ...]] = WIDTHS
@@ -86,8 +85,7 @@ class CompleteP(MuP):
     multiplied by m_L^(alpha - 1), and epsilon by m_L^(-alpha). Parts of a norm placement and of
     the initialization that depend on depth have the values of the base.
 
-    The paper covers pre-norm. docs/parametrizations.md derives the rule for other placements and
-    shows coordinate checks.
+    The paper covers pre-norm; docs/parametrizations.md derives and checks other placements.
     """
 
     sizes = (*WIDTHS, "num_encoder_layers", "num_decoder_layers")

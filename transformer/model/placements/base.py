@@ -23,12 +23,9 @@ import jax
 from transformer.errors import UserError
 from transformer.registry import Registry
 
-PLACEMENTS = Registry(
-    "model.norm_placement", __package__, is_option=lambda field: field.name != "warmup_hint"
-)
+PLACEMENTS = Registry("model.norm_placement", __package__, lambda f: f.name != "warmup_hint")
 
-Streams = Any
-"""The residual streams: an array [B, T, D], or a pytree of arrays [B, T, ..., D]."""
+Streams = Any  # the residual streams: an array [B, T, D], or a pytree of arrays [B, T, ..., D]
 
 Branch = Callable[[jax.Array], list[jax.Array]]
 """branch(x_BxTxD) -> s g l res_norm(dropout(f(in_norm(x)))) of each parallel sublayer f."""

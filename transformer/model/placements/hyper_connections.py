@@ -1,5 +1,4 @@
-"""Residual streams that sublayers read and write by learned weights: hyper-connections, mHC and
-attention residuals.
+"""Residual streams with learned reads and writes: hyper-connections, mHC, attention residuals.
 
 Shape suffixes: B batch, T length, D d_model, n and m streams, S slots of a buffer of sums.
 """
@@ -135,13 +134,11 @@ class AttentionResiduals(Placement):
         h_k = sum_i softmax_i(w_k . N_k(v_i)) v_i,   v_k = f(N(h_k))
 
     The sources v_i of sublayer k are the embeddings and the outputs of all earlier sublayers. A
-    last query w and norm N aggregate all of them before the final norm. All w start at 0, that is,
-    as the mean.
+    last query w and norm N aggregate all of them before the final norm. All w start at 0: the mean.
 
     With `block` > 1, the sources are the embeddings, the sums of the outputs in each block of
     `block` sublayers, and the sum in the current block so far. Every layer of training keeps all
-    sources, so that memory grows as layers^2 / `block`. In decoding, they are those of the new
-    tokens alone.
+    sources, so that memory grows as layers^2 / `block`. Decoding keeps those of new tokens alone.
     """
 
     in_norm: bool = True

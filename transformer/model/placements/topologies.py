@@ -69,9 +69,8 @@ class BottomToTop(Placement):
 
         u = N(x + attention(x)),  y = N(x + u + ff(u))
 
-    The layer's input x is added before its last norm; in a decoder with an encoder, the skip also
-    crosses cross-attention. The authors' code multiplies all initial matrices by L^-0.5; here, set
-    `branch_gain`.
+    The layer's input x is added before its last norm; with an encoder, the skip also crosses
+    cross-attention. The authors' code multiplies all initial matrices by L^-0.5: set `branch_gain`.
     """
 
     out_norm: bool = True
@@ -118,8 +117,7 @@ class Keel(Placement):
 class MixLN(Placement):
     """Mix-LN (Li et al. 2024, arXiv:2412.13795): post-norm in the first layers, then pre-norm.
 
-    The first floor(share L) of L layers compute N(x + f(x)), the others x + f(N(x)). Each sublayer
-    has one norm.
+    The first floor(share L) of L layers compute N(x + f(x)), the others x + f(N(x)): one N each.
     """
 
     final_norm: bool = True

@@ -20,9 +20,7 @@ from transformer.errors import UserError
 from transformer.registry import Registry
 
 SCHEMES = Registry("model.position", __package__, lambda field: field.metadata.get("option", False))
-
 register = SCHEMES.register
-
 build = SCHEMES.build
 
 Param = Callable[..., jax.Array]
@@ -86,9 +84,6 @@ class Terms:
         o_t = sum_s w_ts (v_s + values[d])
 
     Terms that are None are absent. D distances; N may be 1, for all heads.
-
-    ends: keys, queries and values are constant up to the first of these distances, and from the
-        second one on; None if they vary everywhere.
     """
 
     scale: float = struct.field(pytree_node=False)
@@ -97,6 +92,7 @@ class Terms:
     keys_NxDxH: jax.Array | None = None
     queries_NxDxH: jax.Array | None = None
     values_NxDxV: jax.Array | None = None
+    # Keys, queries and values are constant up to the first, and from the second of these distances
     ends: tuple[int, int] | None = struct.field(pytree_node=False, default=None)
 
     @property
@@ -162,16 +158,13 @@ class Position:
         if bias is None:
             return None
         if list(bias.shape[1:]) != shape:
-            raise UserError(
-                f"model.position: {getattr(self, 'name', type(self).__name__)!r}: distance_bias "
-                f"returned shape {list(bias.shape)} for distances of shape {shape}; expected "
-                f"[num_heads or 1, {', '.join(map(str, shape))}]"
-            )
+            name, expected = getattr(self, "name", type(self).__name__), ", ".join(map(str, shape))
+            problem = f"returned shape {list(bias.shape)} for distances of shape {shape}"
+            way_out = f"expected [num_heads or 1, {expected}]"
+            raise UserError(f"model.position: {name!r}: distance_bias {problem}; {way_out}")
         return jnp.moveaxis(bias, 0, 1)
 
-    def score(
-        self, logits_BxNxTxS: jax.Array, q_BxTxNxH: jax.Array, k_BxSxNxH: jax.Array, pair: "Pair"
-    ) -> jax.Array:
+    def score(self, logits_BxNxTxS, q_BxTxNxH, k_BxSxNxH, pair: "Pair") -> jax.Array:
         """Returns the scaled logits with position terms that depend on queries and keys."""
         return logits_BxNxTxS
 

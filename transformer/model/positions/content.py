@@ -1,5 +1,4 @@
-"""Positions that interact with content: relative keys and values (Shaw), Transformer-XL, DeBERTa
-and contextual positions (CoPE).
+"""Positions that interact with content: those of Shaw, Transformer-XL, DeBERTa and CoPE.
 
 The logits depend on positions together with queries and keys. All schemes but CoPE are functions of
 distance and content, which `terms` describes to fused kernels. Learned distances range from

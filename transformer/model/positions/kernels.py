@@ -50,8 +50,7 @@ class Sandwich(Position):
     "Dissecting Transformer Length Extrapolation via the Lens of Receptive Field Analysis").
 
     The sum is over w/2 indices i from `first_index`, where w is `width`. From 0, it is the inner
-    product of two sinusoidal embeddings of size w. Public code disagrees about the first index:
-    attention-gym uses 0, NeMo uses 1.
+    product of two sinusoidal embeddings of size w. attention-gym has 0, NeMo has 1.
 
     Parameters: none.
     Beyond the training length: extrapolates; near keys have the largest weights, as in ALiBi.

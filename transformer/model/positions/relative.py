@@ -18,9 +18,8 @@ class ALiBi(Position):
     """logits - m_n |t - s|, with slopes m_n = 2^(-8 n / N) for heads n = 1..N (Press et al. 2022).
 
     With a causal mask, this is the paper's bias. Without one, it is the symmetric form (Hewitt's
-    notes, eq. 13). If the number of heads is not a power of two, the first heads take the slopes of
-    the next lower power. The others take every other slope of the next higher power, as in the
-    authors' code.
+    notes, eq. 13). If the number of heads is not a power of two, the first take the slopes of the
+    next lower power, the others every other slope of the next higher one, as in the authors' code.
 
     slopes: "geometric", as above; "learned", which starts from these values; or given values, one
         for all heads or one for each. Hewitt's notes have (1.0,).
@@ -80,8 +79,7 @@ class T5Bias(Position):
     buckets are for keys after the query. The layers of a stack share the table.
 
     Parameters: num_buckets * num_heads per stack.
-    Beyond the training length: extrapolates for a while; all distances over `max_distance` share a
-        bucket.
+    Beyond the training length: extrapolates for a while; all longer distances share a bucket.
     """
 
     num_buckets: int = option(32)

@@ -1,7 +1,6 @@
 """Rotary positions: rotates queries and keys by angles proportional to their positions.
 
-Shape suffixes: B batch, T length, N query heads, K key/value heads, H head size, P rotated pairs of
-dimensions per head.
+Shape suffixes: B batch, T length, N query heads, K key/value heads, H head size, P rotated pairs.
 """
 
 import jax
@@ -75,10 +74,8 @@ class Rotary(Position):
     def _rotated(self, x_BxTxNxH):
         sin, cos = self.sin_BxTx1xP, self.cos_BxTx1xP
         x, unrotated = jnp.split(x_BxTxNxH.astype(jnp.float32), [2 * sin.shape[-1]], axis=-1)
-        if self.layout == "halves":
-            a, b = jnp.split(x, 2, axis=-1)
-            x = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
-        else:
-            a, b = x[..., 0::2], x[..., 1::2]
-            x = jnp.stack([a * cos - b * sin, b * cos + a * sin], axis=-1).reshape(x.shape)
+        halves = self.layout == "halves"
+        a, b = jnp.split(x, 2, axis=-1) if halves else (x[..., 0::2], x[..., 1::2])
+        pairs = a * cos - b * sin, b * cos + a * sin
+        x = jnp.concatenate(pairs, -1) if halves else jnp.stack(pairs, -1).reshape(x.shape)
         return jnp.concatenate([x, unrotated], axis=-1).astype(x_BxTxNxH.dtype)

@@ -7,7 +7,6 @@ the model was trained on. The wavelength of pair i is 2 pi / f_i.
 Shape suffixes: B batch, P = d/2 rotated pairs of dimensions per head.
 """
 
-import dataclasses
 import math
 from typing import ClassVar
 
@@ -20,7 +19,6 @@ SCALINGS = Registry("model.position.scaling", __package__)
 
 
 @SCALINGS.register("none")
-@dataclasses.dataclass(frozen=True)
 class Scaling:
     """No scaling: f_i is unchanged. The base class of scalings."""
 
@@ -109,8 +107,7 @@ class DynamicScaling(Scaling):
 
     The factor is factor * length / original_length - (factor - 1), and 1 up to `original_length`.
     With a cache, keys keep the rotation that they had when their sequence was shorter, as in
-    Transformers. Beyond `original_length`, decoding token by token therefore differs from one
-    forward pass over the whole sequence.
+    Transformers. Beyond `original_length`, decoding token by token therefore differs from one pass.
     """
 
     min_dimensions: ClassVar[int] = 4  # the exponent is d / (d - 2)
@@ -203,8 +200,7 @@ class Llama3Scaling(Scaling):
     """Scales only long wavelengths (Llama 3.1).
 
     Wavelengths over original_length / low_frequency_factor get f_i / factor. Wavelengths under
-    original_length / high_frequency_factor keep f_i. Between the two, frequencies are interpolated
-    linearly in 1 / wavelength.
+    original_length / high_frequency_factor keep f_i. Those between are linear in 1 / wavelength.
     """
 
     factor: float = 8.0

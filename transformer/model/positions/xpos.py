@@ -44,9 +44,8 @@ class XPos(Position):
     divided into blocks of equal length. The factor of a key is a power of s - c, where c is the
     center of its block. A query has one factor per block, a power of t - c. Queries and keys are
     concatenated over blocks, and a key is zero in all blocks but its own. With the default options,
-    one block suffices for up to 56,320 positions, at no extra cost. For up to twice as many
-    positions, queries and keys are twice as wide, and so on. Blocks depend on `max_length` alone,
-    so that cached keys stay valid.
+    one block suffices for up to 56,320 positions, at no extra cost; twice as many make queries and
+    keys twice as wide, and so on. Blocks depend on `max_length` alone, so cached keys stay valid.
 
     Parameters: none.
     Mask: must be causal, because the decay has a direction.

@@ -15,8 +15,7 @@ from transformer.training.optimizers import OPTIMIZERS
 
 __all__ = ["OPTIMIZERS", "Config", "Optimizer"]
 
-Config = Any
-"""An OptimizerConfig. Its module imports this one, so it cannot be imported here."""
+Config = Any  # an OptimizerConfig. Its module imports this one, so it cannot be imported here
 
 
 @dataclasses.dataclass(frozen=True)

@@ -36,8 +36,7 @@ class Muon(Optimizer):
     from AdamW (Liu et al. 2025, "Muon is Scalable for LLM Training"). AdamW updates embeddings, the
     unembedding, norms, biases, gates, routers and position tables.
 
-    On several devices, matrices of equal shape are stacked and spread over the devices, so that
-    each matrix is orthogonalized once.
+    On several devices, matrices of equal shape are stacked and spread: each is orthogonalized once.
     """
 
     fields = frozenset({"b1", "b2", "epsilon", "momentum"})
@@ -101,9 +100,7 @@ def _axes(path: str, x: Any, per_head: bool) -> Axes | None:
     return matrix_axes(x.names, STACKED | ({"heads", "kv_heads"} if per_head else set()))
 
 
-def orthogonalized(
-    xs: list[jax.Array], axes: list[Axes], rms: float, steps: int
-) -> list[jax.Array]:
+def orthogonalized(xs: list, axes: list[Axes], rms: float, steps: int) -> list[jax.Array]:
     """Returns rms sqrt(max(inputs, outputs)) orthogonalize(x) for each matrix x of each array."""
     groups: dict[tuple[int, int], list[int]] = {}
     flat = []

@@ -2,19 +2,16 @@
 
 No array over queries and keys is stored, so memory is linear in length. The kernels (forward.py,
 backward.py) compute whole sequences if the on-chip memory allows. Longer sequences, and those that
-are sharded over devices, are combined from pairs of a block of queries and a block of keys
-(blockwise.py, ring.py).
+are sharded, are combined from pairs of blocks of queries and keys (blockwise.py, ring.py).
 
 The kernels know no position scheme by name. A scheme's `terms` (positions/base.py) are a vector of
 biases by distance (toeplitz.py) and tables of vectors by distance, whose products with queries,
 keys and weights the kernels add (content.py, terms.py).
 
 Supported are all plain masks (tiles.py), packed documents, padding, soft caps, sinks, dropout,
-grouped-query attention, any head size, and lengths that are no multiple of a block. On CPUs, the
-kernels are interpreted, for tests.
+grouped-query attention, and any head size and length. On CPUs, kernels are interpreted, for tests.
 
-Shape suffixes: B batch, T query length, S key length, N query heads, K key/value heads, H head size
-(of values: V).
+Shape suffixes: B batch, T queries, S keys, N query heads, K key/value heads, H size (values: V).
 """
 
 import jax
@@ -84,8 +81,7 @@ def _whole(q_BxTxNxH, k_BxSxKxH, v_BxSxKxV, inputs: Inputs) -> jax.Array:
         delta_BxNxT = jnp.sum(product, axis=-1)
         d_sink_N = None
         if sink_N is not None:
-            weight_BxNxT = jnp.exp(sink_N[:, None] - lse_BxNxT)
-            d_sink_N = -jnp.sum(weight_BxNxT * delta_BxNxT, axis=(0, 2))
+            d_sink_N = -jnp.sum(jnp.exp(sink_N[:, None] - lse_BxNxT) * delta_BxNxT, axis=(0, 2))
         return d_sink_N, *call.backward(*args, lse_BxNxT, delta_BxNxT, d_out_BxNxTxV), None, None
 
     attention = jax.custom_vjp(lambda *args: forward(*args)[0])

@@ -28,18 +28,9 @@ from transformer.model.positions import Terms
 
 
 def backward(
-    settings: Settings,
-    q_BxNxTxH,
-    k_BxKxSxH,
-    v_BxKxSxV,
-    limits: Limits,
-    terms: Terms,
-    seed,
-    lse_BxNxT,
-    delta_BxNxT,
-    d_out_BxNxTxV,
-    learned: bool,
-) -> tuple:
+    settings: Settings, q_BxNxTxH, k_BxKxSxH, v_BxKxSxV, limits: Limits, terms: Terms, seed,
+    lse_BxNxT, delta_BxNxT, d_out_BxNxTxV, learned: bool,
+) -> tuple:  # fmt: skip
     """Returns the gradients of queries, keys, values and, if `learned`, the terms. `delta_BxNxT` is
     D. The gradients of keys and values are per query head, [B, N, S, ...]."""
     (batch, heads, T, H), (_, kv_heads, S, V) = q_BxNxTxH.shape, v_BxKxSxV.shape

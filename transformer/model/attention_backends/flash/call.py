@@ -59,16 +59,11 @@ def tile_size(tokens: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """The static part of a call.
+    """The static part of a call."""
 
-    settings: those of the kernels.
-    scope: the name scope by which the planner counts FLOPs (model/masks.py).
-    learned: whether the terms have parameters.
-    """
-
-    settings: Settings
-    scope: jax.named_scope
-    learned: bool
+    settings: Settings  # of the kernels
+    scope: jax.named_scope  # by which the planner counts FLOPs (model/masks.py)
+    learned: bool  # whether the terms have parameters
 
     @staticmethod
     def of(q_BxTxNxH, k_BxSxKxH, v_BxSxKxV, inputs: Inputs, whole: bool) -> tuple["Call", tuple]:
@@ -77,8 +72,7 @@ class Call:
         T, S, N = q_BxTxNxH.shape[1], k_BxSxKxH.shape[1], q_BxTxNxH.shape[2]
         t, s = tile_size(T), tile_size(S)
         more_T, more_S = -T % t, -S % s
-        # Where queries and keys start together, the tiles of a causal mask end less than a tile
-        # after their queries.
+        # If queries and keys start together, causal tiles end less than a tile after their queries.
         causal = inputs.mask.causal and inputs.q_tokens.until_BxT is None
         together = causal and whole and inputs.first is None
         reach = min(t + s - LANES, S + more_S) if together else S + more_S
@@ -99,8 +93,7 @@ class Call:
         scaled = (q_BxTxNxH * terms.scale).astype(k_BxSxKxH.dtype)
         # XLA keeps arrays between kernels in the remaining memory.
         sizes = (k_BxSxKxH.dtype.itemsize, q_BxTxNxH.shape[-1], v_BxSxKxV.shape[-1])
-        per_token = bytes_per_token(*sizes, len(terms.tables))
-        vmem = max(T + more_T, S + more_S) * per_token + TILES
+        vmem = max(T + more_T, S + more_S) * bytes_per_token(*sizes, len(terms.tables)) + TILES
         numbers = t, s, reach, inputs.soft_cap, dropout, N, not whole, vmem, platform() == "cpu"
         tiles = (EACH,) if terms.ends is None else (EACH, NONE) if causal else (EACH, ONE, NONE)
         # The share of pairs that a causal mask allows differs between pairs of blocks.

@@ -31,17 +31,12 @@ from transformer.model.sharding import platform
 
 
 class Window(NamedTuple):
-    """The part of a table, float[D, H], that a tile needs.
-
-    start: the row of the tile's first element.
-    constant: whether the table is constant over the tile.
-    transposed: whether the lanes of the tile are the tokens with content, instead of its rows.
-    """
+    """The part of a table, float[D, H], that a tile needs."""
 
     table: jax.Array
-    start: jax.Array
-    constant: bool
-    transposed: bool
+    start: jax.Array  # the row of the tile's first element
+    constant: bool  # whether the table is constant over the tile
+    transposed: bool  # the lanes of the tile are the tokens with content, instead of its rows
 
     def expand(self, a_RxH: jax.Array, shape: tuple[int, int]) -> jax.Array:
         """Returns a tile of this shape: the products of `a` with the vectors of the distances."""

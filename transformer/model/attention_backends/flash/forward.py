@@ -28,9 +28,8 @@ from transformer.model.positions import Terms
 def forward(
     settings: Settings, q_BxNxTxH, k_BxKxSxH, v_BxKxSxV, limits: Limits, terms: Terms, seed
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the outputs, [B, N, T, V], and the log-sum-exp of the logits, float32[B, N, T].
-    Queries are scaled. `terms` are those of `Call.of`. The output of a query without keys is zero,
-    and its log-sum-exp is `LOWEST`."""
+    """Returns the outputs, [B, N, T, V], and the log-sum-exp of the logits, float32[B, N, T]: 0 and
+    `LOWEST` for a query without keys. Queries are scaled. `terms` are those of `Call.of`."""
     (batch, heads, T, H), (_, kv_heads, S, V) = q_BxNxTxH.shape, v_BxKxSxV.shape
     t, s = settings.q_block, settings.k_block
     terms = shared.prepared(terms, k_BxKxSxH.dtype)
@@ -99,8 +98,7 @@ def _kernel(settings: Settings, schedule: tiles.Schedule, seed_ref, *refs):
         m_ref[...] = m
         l_ref[...] = rescale * old_l + jnp.sum(weights, axis=1, keepdims=True)
         if settings.dropout:
-            k_bits = bits(1, other, s, (1, s))
-            weights = settings.drop(weights, widen(bits_ref[...], s), k_bits)
+            weights = settings.drop(weights, widen(bits_ref[...], s), bits(1, other, s, (1, s)))
         read = product(weights.astype(v_ref.dtype), v_ref[keys, :], NN)
         if windows.values is not None:
             read += windows.values.read(weights)

@@ -24,26 +24,18 @@ product = functools.partial(lax.dot_general, preferred_element_type=jnp.float32)
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """The static part of attention.
+    """The static part of attention."""
 
-    q_block, k_block: queries and keys per tile.
-    reach: the bias is given for the distances from 1 - reach to T - 1.
-    heads: query heads on all devices.
-    exact: whether results are float32. Otherwise, they have the type of what they belong to.
-    vmem: bytes of on-chip memory that a kernel may use.
-    kinds: the kinds of tiles that may occur (tiles.py).
-    """
-
-    q_block: int
-    k_block: int
-    reach: int = 0
+    q_block: int  # queries per tile
+    k_block: int  # keys per tile
+    reach: int = 0  # the bias is given for the distances from 1 - reach to T - 1
     soft_cap: float = 0.0
     dropout: float = 0.0
-    heads: int = 1
-    exact: bool = False
-    vmem: int = 96 * 2**20
+    heads: int = 1  # query heads on all devices
+    exact: bool = False  # results are float32, not of the type of what they belong to
+    vmem: int = 96 * 2**20  # bytes of on-chip memory that a kernel may use
     interpret: bool = False
-    kinds: tuple[int, ...] = (EACH,)
+    kinds: tuple[int, ...] = (EACH,)  # of tiles that may occur (tiles.py)
 
     def like(self, x: jax.Array, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
         """Returns the shape and type of a result that belongs to `x`."""
@@ -78,9 +70,8 @@ class Settings:
         stream = (seed_ref[4] + pl.program_id(1)) * self.heads + seed_ref[5] + pl.program_id(0)
 
         def bits(side: int, block, size: int, shape: tuple[int, int]) -> jax.Array:
-            axis = 0 if shape[0] == size else 1
             first = seed_ref[2 + side] + block * size
-            tokens = first + lax.broadcasted_iota(jnp.int32, shape, axis)
+            tokens = first + lax.broadcasted_iota(jnp.int32, shape, 0 if shape[0] == size else 1)
             return token_bits(seed_ref[side], stream, tokens)
 
         return bits

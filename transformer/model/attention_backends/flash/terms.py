@@ -1,8 +1,7 @@
 """The terms of a position scheme (positions/base.py) as the kernels need them.
 
 If the tables of a scheme are constant from a distance on, with the vectors K, Q and V, these are
-added to all keys, queries and values, so that the tables are zero there, and most tiles of a long
-sequence need no tables at all:
+added to all keys, queries and values. Then the tables are zero there, and most tiles need none:
 
     q' = q + Q,   k' = k + K,   v' = v + V,   keys' = keys - K,   queries' = queries - Q
     q.k + q.keys + k.queries = q'.k' + q'.keys' + k'.queries' - (Q.keys' + K.queries' + Q.K)

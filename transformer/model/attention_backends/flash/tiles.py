@@ -124,19 +124,13 @@ def widen(x_txL: jax.Array, width: int) -> jax.Array:
 
 @struct.dataclass
 class Schedule:
-    """The tiles of each block of rows, int32, flat.
+    """The tiles of each block of rows, int32, flat."""
 
-    first, end: [B * I], the tiles of a block that are not empty lie between.
-    states: [B * I * J].
-    blocks: (I, J).
-    batched: whether B > 1. Otherwise, all sequences have the same tiles.
-    """
-
-    first: jax.Array
-    end: jax.Array
-    states: jax.Array
-    blocks: tuple[int, int] = struct.field(pytree_node=False)
-    batched: bool = struct.field(pytree_node=False)
+    first: jax.Array  # [B * I]: the first tile of a block that is not empty
+    end: jax.Array  # [B * I]: after the last one
+    states: jax.Array  # [B * I * J]
+    blocks: tuple[int, int] = struct.field(pytree_node=False)  # (I, J)
+    batched: bool = struct.field(pytree_node=False)  # B > 1; else, all sequences have equal tiles
 
     @staticmethod
     def of(states_BxIxJ: jax.Array) -> "Schedule":

@@ -38,8 +38,7 @@ def packed(r_NxD: jax.Array | None) -> jax.Array | None:
 
 def unpacked(vectors_Nx8xD: jax.Array) -> jax.Array:
     """Returns float32[N, D], the transpose of `packed`."""
-    copies = [jnp.roll(vectors_Nx8xD[:, b], -b - 1, axis=1) for b in range(SUBLANES)]
-    return sum(copies)[:, -2::-1]
+    return sum(jnp.roll(vectors_Nx8xD[:, b], -b - 1, axis=1) for b in range(SUBLANES))[:, -2::-1]
 
 
 def build(vectors_ref, table_ref) -> None:
