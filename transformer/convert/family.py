@@ -48,8 +48,7 @@ class Family:
     `aliases` are other names of `fields`, besides the three that every config class has. `prefix`
     is an optional prefix of tensor names (GPT-2's files on the hub omit it); names that begin with
     `head` or one of `heads` never have it. `source_begins` is whether a source begins with the bos
-    token. `special_tokens` are Transformers' defaults of those missing from config.json.
-    """
+    token. `special_tokens` are Transformers' defaults of those missing from config.json."""
 
     model_type: str
     architecture: str

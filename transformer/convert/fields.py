@@ -1,9 +1,7 @@
-"""Reads an outside config.json: every field is read with its type, harmless, or rejected by name.
-
-A family lists the fields that it reads, with the defaults of its config class in Transformers, and
+"""Reads an outside config.json: every field is read with its type, harmless, or rejected by name. A
+family lists the fields that it reads, with the defaults of its config class in Transformers, and
 may pair each with a field of ModelConfig. A missing field has its default. `null` is a separate
-value: `"final_logit_softcapping": null` turns capping off, while a missing field means 30.
-"""
+value: `"final_logit_softcapping": null` turns capping off, while a missing field means 30."""
 
 import dataclasses
 import reprlib
@@ -117,13 +115,11 @@ def shown(value: Any) -> str:
 
 
 class Fields:
-    """The fields of one config.json, or of an object inside it.
-
-    `table` maps the fields that the family reads to their defaults. `aliases` maps other names of
-    some of these fields to the names in `table` (the `attribute_map` of a config class). `inside`
-    precedes field names in errors: `rope_parameters.`. Raises UserError if a field and its alias
-    have different values, or if a `*_token_id` is not a token ID.
-    """
+    """The fields of one config.json, or of an object inside it. `table` maps the fields that the
+    family reads to their defaults. `aliases` maps other names of some of these fields to the names
+    in `table` (the `attribute_map` of a config class). `inside` precedes field names in errors:
+    `rope_parameters.`. Raises UserError if a field and its alias have different values, or if a
+    `*_token_id` is not a token ID."""
 
     def __init__(
         self, values: Mapping[str, Any], family: str, table: Mapping[str, Any],

@@ -1,7 +1,5 @@
 """Loads and saves Hugging Face directories: config.json, and safetensors in one file or in shards.
-
-Parameters are converted one at a time. The model is never in memory twice.
-"""
+Parameters are converted one at a time. The model is never in memory twice."""
 
 import importlib
 import os
@@ -44,11 +42,9 @@ def load_hf(
     **fields,
 ) -> tuple[ModelConfig, Any]:
     """Loads a Hugging Face directory. Returns (config, params) for `build_model(config).apply`.
-
     `fields` override fields of the ModelConfig (`scan_layers=False`, `dtype="bfloat16"`).
     `place(path, array)` puts a parameter on devices, by default on the first. Raises UserError for
-    a family or a field that a ModelConfig cannot express, and for tensors that do not fit.
-    """
+    a family or a field that a ModelConfig cannot express, and for tensors that do not fit."""
     directory = Path(directory)
     family, theirs, tensors = open_directory(directory)
     config = family.our_config(theirs, frozenset(tensors.names), **fields)
@@ -108,13 +104,11 @@ def save_hf(
     fields: Mapping[str, Any] = types.MappingProxyType({}),
     files: Mapping[str, bytes] = types.MappingProxyType({}),
 ) -> None:  # fmt: skip
-    """Writes config.json and safetensors that Transformers can load.
-
-    `params` are as returned by `model.init` and `load_hf`. `fields` override fields of
-    config.json; `files` are written beside it. Without `family` (a `model_type`), the first family
-    that can express this config is used. Raises UserError if `family`, or without it every family,
-    cannot. On failure, nothing is left in `directory`.
-    """
+    """Writes config.json and safetensors that Transformers can load. `params` are as returned by
+    `model.init` and `load_hf`. `fields` override fields of config.json; `files` are written beside
+    it. Without `family` (a `model_type`), the first family that can express this config is used.
+    Raises UserError if `family`, or without it every family, cannot. On failure, nothing is left in
+    `directory`."""
     require_safetensors()
     chosen, theirs = _choose(config, family)
     directory = Path(directory)

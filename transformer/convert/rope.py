@@ -42,13 +42,11 @@ _SCALINGS: dict[str, tuple[str, dict[str, Field]]] = {
 
 
 def rotary(f: Fields, theta: str = "rope_theta", fraction: str = "") -> dict:
-    """Returns our `position` and `max_length` for the rotary fields of a config.json.
-
-    `theta` and `fraction` name the fields outside of `rope_parameters` that set the base and the
-    rotated share of each head. Without `fraction`, Transformers rotates whole heads and ignores
+    """Returns our `position` and `max_length` for the rotary fields of a config.json. `theta` and
+    `fraction` name the fields outside of `rope_parameters` that set the base and the rotated share
+    of each head. Without `fraction`, Transformers rotates whole heads and ignores
     `partial_rotary_factor`, so any factor other than 1 raises UserError. Where the field
-    `original_max_position_embeddings` exists outside of `rope_parameters`, it takes precedence.
-    """
+    `original_max_position_embeddings` exists outside of `rope_parameters`, it takes precedence."""
     # Where both are set, the legacy field takes precedence.
     current, legacy = f.get("rope_parameters"), f.get("rope_scaling")
     if not fraction and f.has("partial_rotary_factor"):

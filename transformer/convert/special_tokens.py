@@ -1,8 +1,6 @@
-"""Special tokens in config.json, and in generation_config.json beside it.
-
-In config.json, a missing field has the family's default, and null means that there is no such
-token. In a ModelConfig, None means that there is no such token.
-"""
+"""Special tokens in config.json, and in generation_config.json beside it. In config.json, a missing
+field has the family's default, and null means that there is no such token. In a ModelConfig, None
+means that there is no such token."""
 
 import warnings
 from collections.abc import Mapping
@@ -46,12 +44,9 @@ def read_both(directory: Path, theirs: Mapping) -> dict:
 
 def read_id(theirs: Mapping, name: str, vocab_size: int, default: int | None = None):
     """Returns a token ID, None, or, for several end tokens, a tuple. Some files use -1 for None.
-
-    `theirs` is a config.json that `Fields` has accepted.
-
-    An ID outside the vocabulary becomes None, with a warning if the file contains it. Transformers
-    writes the family's default into every file, so models with a small vocabulary have such IDs.
-    """
+    `theirs` is a config.json that `Fields` has accepted. An ID outside the vocabulary becomes None,
+    with a warning if the file contains it. Transformers writes the family's default into every
+    file, so models with a small vocabulary have such IDs."""
     value = theirs.get(name, default)
     ids = value if isinstance(value, list) else [] if value is None else [value]
     for token in ids:

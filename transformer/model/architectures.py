@@ -2,8 +2,7 @@
 
 The sizes are those of the papers and textbooks. A family is a dictionary of shared fields and a
 table of sizes: layers, d_model, heads and whatever else differs. Keyword arguments override fields:
-`architecture("gpt2", num_decoder_layers=6, vocab_size=8192)`.
-"""
+`architecture("gpt2", num_decoder_layers=6, vocab_size=8192)`."""
 
 from transformer.errors import look_up
 from transformer.model.config import ModelConfig

@@ -1,10 +1,7 @@
-"""Statistics of attention heads, computed from queries and keys alone.
-
-They are plain JAX, whichever backend the model runs on.
-
+"""Statistics of attention heads, computed from queries and keys alone. They are plain JAX,
+whichever backend the model runs on.
 Shape suffixes: B batch, T query length, S key length, N query heads, K key/value heads, H head
-size; I blocks of queries, t queries in a block.
-"""
+size; I blocks of queries, t queries in a block."""
 
 import jax
 import jax.numpy as jnp
@@ -37,8 +34,7 @@ def heads(q_BxTxNxH: jax.Array, k_BxSxKxH: jax.Array, inputs: Inputs) -> dict[st
                et al. 2022). It has no meaning for other sequences.
     logit      the largest logit
 
-    Memory: B N 256 S numbers.
-    """
+    Memory: B N 256 S numbers."""
     offsets = {"previous": 1, "repeated": q_BxTxNxH.shape[1] // 2 - 1}
 
     def block_statistics(block):

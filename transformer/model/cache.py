@@ -1,10 +1,7 @@
 """The cache of incremental decoding: an explicit value, passed in and returned, never hidden state.
-
 It is a tree of mixer states. The contents of a state are private to its mixer. Mixers that store an
 entry per token share the slot functions below.
-
-Shape suffixes: B batch, T new tokens, S slots.
-"""
+Shape suffixes: B batch, T new tokens, S slots."""
 
 import functools
 from collections.abc import Callable
@@ -131,8 +128,7 @@ def extend(slots: Any, new: Any, context: Context) -> tuple[Any, Tokens, Any]:
     If there are fewer slots than the cache has tokens, they form a ring: token i is in slot
     i mod S. The token that it replaces is outside the window of every later token. Several new
     tokens at once attend to the previous contents of the ring and to each other, because the first
-    of them may still attend to entries that the last of them overwrite.
-    """
+    of them may still attend to entries that the last of them overwrite."""
     tokens, index = context.key_tokens, context.index
     count, length = (jax.tree.leaves(tree)[0].shape[-2] for tree in (slots, new))
     if count == tokens.segments_BxT.shape[1]:

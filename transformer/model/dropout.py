@@ -8,12 +8,10 @@ from transformer.checks import is_zero
 
 
 class Dropout(nn.Module):
-    """Zeroes each element with probability `rate` and divides the others by 1 - rate.
-
-    The mask is drawn from 16-bit integers, two per random word, because generating random bits is
-    the larger part of dropout's cost. The rate is rounded to a multiple of 2^-16. It may be traced:
-    runs that differ only in the rate share one program (lab/together.py).
-    """
+    """Zeroes each element with probability `rate` and divides the others by 1 - rate. The mask is
+    drawn from 16-bit integers, two per random word, because generating random bits is the larger
+    part of dropout's cost. The rate is rounded to a multiple of 2^-16. It may be traced: runs that
+    differ only in the rate share one program (lab/together.py)."""
 
     rate: float | jax.Array
 

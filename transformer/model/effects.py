@@ -1,8 +1,6 @@
-"""The conditions under which fields of a ModelConfig have an effect.
-
-`ModelConfig` raises an error for a field that differs from its default although its condition does
-not hold. Add a line here for every new field that depends on another one.
-"""
+"""The conditions under which fields of a ModelConfig have an effect. `ModelConfig` raises an error
+for a field that differs from its default although its condition does not hold. Add a line here for
+every new field that depends on another one."""
 
 from transformer.checks import Effect
 from transformer.model.feed_forwards.base import FEED_FORWARDS

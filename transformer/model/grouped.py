@@ -1,11 +1,8 @@
-"""Grouped matrix products: rows sorted by group, one matrix per group.
-
-Shape suffixes: n rows, I and O input and output size of a matrix, G groups.
-
-`jax.lax.ragged_dot` computes this product. On TPUs its gradient by the matrices multiplies all rows
-by every group and masks most of the result to zero (as libtpu 0.0.42.1 compiles it). So TPUs use
-JAX's "MegaBlocks" kernels (Gale et al. 2023), which process only the rows of each group.
-"""
+"""Grouped matrix products: rows sorted by group, one matrix per group. `jax.lax.ragged_dot`
+computes this product. On TPUs its gradient by the matrices multiplies all rows by every group and
+masks most of the result to zero (as libtpu 0.0.42.1 compiles it). So TPUs use JAX's "MegaBlocks"
+kernels (Gale et al. 2023), which process only the rows of each group.
+Shape suffixes: n rows, I and O input and output size of a matrix, G groups."""
 
 import jax
 import jax.numpy as jnp

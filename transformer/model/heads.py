@@ -1,7 +1,5 @@
 """The classification head of encoders and decoders: one label per sequence or per token.
-
-Shape suffixes: B batch, T length, D d_model, C num_labels.
-"""
+Shape suffixes: B batch, T length, D d_model, C num_labels."""
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +12,9 @@ from transformer.model.pooling import POOLINGS
 
 
 class Classifier(nn.Module):
-    """Computes h_pooled W + b, where h_pooled = pool(h).
-
-    With `pooler`, h_pooled = tanh(pool(h) W_p + b_p) (Devlin et al. 2019). Without `num_labels`,
-    the output is h_pooled. BERT's next-sentence head: `pooling="cls", pooler=True, num_labels=2`.
-    """
+    """Computes h_pooled W + b, where h_pooled = pool(h). With `pooler`, h_pooled = tanh(pool(h) W_p
+    + b_p) (Devlin et al. 2019). Without `num_labels`, the output is h_pooled. BERT's next-sentence
+    head: `pooling="cls", pooler=True, num_labels=2`."""
 
     config: ModelConfig
 

@@ -5,8 +5,7 @@ Shape suffixes: B batch, T length.
 No token id has a special meaning: tokens are real unless `segment_ids` or `padding_mask` says not.
 
 Shapes and types are always checked. Values are checked only outside `jax.jit`: a traced array has
-no values, and compiled code never waits for a check.
-"""
+no values, and compiled code never waits for a check."""
 
 import jax
 import jax.numpy as jnp
@@ -22,14 +21,11 @@ def locate(
     before: Tokens | None = None, positions=None, segment_ids=None, padding_mask=None,
     prefix_mask=None, order="",
 ) -> Tokens:  # fmt: skip
-    """Returns the positions and documents of tokens.
-
-    By default, all tokens are real tokens of one document, at positions 0, 1, 2, ... With `before`,
-    the tokens in a cache, the default positions follow theirs. `order` asserts how `positions` are
-    arranged (see `Tokens`); default positions without a cache have the order "contiguous".
-
-    Raises UserError for inputs that do not match; `name` is the name of the tokens in its message.
-    """
+    """Returns the positions and documents of tokens. By default, all tokens are real tokens of one
+    document, at positions 0, 1, 2, ... With `before`, the tokens in a cache, the default positions
+    follow theirs. `order` asserts how `positions` are arranged (see `Tokens`); default positions
+    without a cache have the order "contiguous". Raises UserError for inputs that do not match;
+    `name` is the name of the tokens in its message."""
     check_tokens(config, tokens_BxT, name)
     options = positions, segment_ids, padding_mask, prefix_mask
     _check_options(config, tokens_BxT.shape, name, *options)

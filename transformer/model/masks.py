@@ -1,10 +1,7 @@
-"""Attention masks as functions of token positions; materialized only if a backend requires it.
-
-Shape suffixes: B batch (or 1), T query length, S key length.
-
-A mask depends only on the `Tokens` that it is called with, not on shapes or offsets. So the same
+"""Attention masks as functions of token positions; materialized only if a backend requires it. A
+mask depends only on the `Tokens` that it is called with, not on shapes or offsets. So the same
 `CAUSAL & SAME_SEGMENT` serves padded and packed batches, prefill and single decoding steps.
-"""
+Shape suffixes: B batch (or 1), T query length, S key length."""
 
 import dataclasses
 from collections.abc import Callable
@@ -25,8 +22,7 @@ class Tokens:
         "increasing": the tokens of a document are adjacent and sorted by position, and their
             distances in position are at least those in the sequence.
         "zigzag": device d of n holds chunks d and 2n - 1 - d (see attention_backends/ring.py).
-        "": nothing is known.
-    """
+        "": nothing is known."""
 
     positions_BxT: jax.Array  # int32, of each token within its document
     segments_BxT: jax.Array  # int32, its document in the sequence, from 1; 0: padding, empty slot
@@ -97,12 +93,10 @@ def window(size: int) -> Mask:
 
 
 def pairs(mask: Mask, q: Tokens, num_queries: int, num_keys: int):
-    """Returns a name scope for products over all queries and keys: q k^T, and weights v.
-
-    Of these products, only the share that the mask allows counts as FLOPs
-    (planning/model_flops.py). The scope's name has the numbers of queries and keys, whether the
-    mask is causal, and its window: "pairs.64.64.1.0".
-    """
+    """Returns a name scope for products over all queries and keys: q k^T, and weights v. Of these
+    products, only the share that the mask allows counts as FLOPs (planning/model_flops.py). The
+    scope's name has the numbers of queries and keys, whether the mask is causal, and its window:
+    "pairs.64.64.1.0"."""
     causal = mask.causal and q.until_BxT is None
     return jax.named_scope(f"pairs.{num_queries}.{num_keys}.{causal:d}.{mask.window}")
 

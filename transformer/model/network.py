@@ -1,10 +1,8 @@
-"""The three model families, built from the same modules.
-
-Shape suffixes: B batch, S source length, T target length, D d_model, E d_embedding, V vocabulary.
-
-Every family has two methods. `features` returns the input of the language-model head, computed from
-the last hidden state, and the head. `__call__` returns the logits.
-"""
+"""The three model families, built from the same modules. Every family has two methods. `features`
+returns the input of the language-model head, computed from the last hidden state, and the head.
+`__call__` returns the logits.
+Shape suffixes: B batch, S source length, T target length, D d_model, E d_embedding, V
+vocabulary."""
 
 import functools
 import inspect
@@ -32,12 +30,10 @@ _COLLECTIONS = (*WATCHED, "losses", "intermediates")  # the collections that `ap
 
 
 class _Family(nn.Module):
-    """The base of the three families.
-
-    `params` is the same everywhere in this project: a nested dict of arrays, such as
-    `params["decoder"]["layers"]["feed_forward"]["in"]["kernel"]`. It is what `init`, `load_hf` and
-    `load_run` return, and what `apply`, `sample`, `beam_search` and `save_hf` take.
-    """
+    """The base of the three families. `params` is the same everywhere in this project: a nested
+    dict of arrays, such as `params["decoder"]["layers"]["feed_forward"]["in"]["kernel"]`. It is
+    what `init`, `load_hf` and `load_run` return, and what `apply`, `sample`, `beam_search` and
+    `save_hf` take."""
 
     config: ModelConfig
 
@@ -251,11 +247,10 @@ class EncoderDecoder(_Family):
         self, target_BxT, cache: Cache, encoded_BxSxD: jax.Array | None, encoded_tokens: Tokens, *,
         last_only=False, **options,
     ) -> tuple[jax.Array, Cache]:  # fmt: skip
-        """Returns the logits of tokens that follow those in the cache, and the updated cache.
-
-        With `last_only`, only the logits of the last token are computed. The first call takes the
-        encoder's output and stores its keys and values in the cache; later calls pass None for it.
-        """
+        """Returns the logits of tokens that follow those in the cache, and the updated cache. With
+        `last_only`, only the logits of the last token are computed. The first call takes the
+        encoder's output and stores its keys and values in the cache; later calls pass None for
+        it."""
         encoded = encoded_BxSxD, encoded_tokens
         h_BxTxD, cache = self._decoder(target_BxT, encoded, cache, deterministic=True, **options)
         h_BxTxE, head = self.read(h_BxTxD[:, -1:] if last_only else h_BxTxD)

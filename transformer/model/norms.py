@@ -23,8 +23,7 @@ class Norm(nn.Module):
     treats the mean and the variance as constants. `dynamic_tanh` computes no statistics: it limits
     large values instead, in place of a norm. The learned scalar alpha starts at 0.5.
 
-    With `norm_zero_centered`, the gain is 1 + w, and weight decay pulls w to 0 (Gemma).
-    """
+    With `norm_zero_centered`, the gain is 1 + w, and weight decay pulls w to 0 (Gemma)."""
 
     config: Any  # a ModelConfig, whose module imports this one
 

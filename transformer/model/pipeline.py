@@ -8,8 +8,7 @@ R rounds, L layers (or periods of layers).
 With R rounds the schedule is circular (Narayanan et al. 2021, "interleaved"): in round r, stage s
 applies the layers from (r S + s) L / (R S) on, and the output of the last stage enters the first
 stage again. Parameters are stacked as [R, L / R] (or [L] with one round), so that those of a stage
-are a slice. Each stage is idle for a fraction (S - 1) / (M R + S - 1) of the steps.
-"""
+are a slice. Each stage is idle for a fraction (S - 1) / (M R + S - 1) of the steps."""
 
 import functools
 from collections.abc import Callable
@@ -21,10 +20,8 @@ from jax.sharding import PartitionSpec as P
 from transformer.model.sharding import axis_of, constrain
 
 Layers = Callable[..., tuple[jax.Array, object]]
-"""layers(params, x_bxTxD, shared, same, key) -> (x_bxTxD, sown values, stacked).
-
-Applies the layers of one stage in one round. x_bxTxD is an array or a tree of residual streams.
-"""
+"""layers(params, x_bxTxD, shared, same, key) -> (x_bxTxD, sown values, stacked). Applies the layers
+of one stage in one round. x_bxTxD is an array or a tree of residual streams."""
 
 
 def why_not(batch: int, micro: int, rounds: int) -> str | None:

@@ -1,7 +1,5 @@
 """Pooling of a sequence's hidden states for classification, by name.
-
-Shape suffixes: B batch, T length, D d_model.
-"""
+Shape suffixes: B batch, T length, D d_model."""
 
 import jax.numpy as jnp
 
@@ -19,7 +17,5 @@ POOLINGS = {
     ),
     "last": _last,
 }
-"""Name -> function (h_BxTxD, real_BxTx1) -> h.
-
-"cls" takes the first token, "mean" averages over real tokens, "last" takes the last real token.
-"""
+"""Name -> function (h_BxTxD, real_BxTx1) -> h. "cls" takes the first token, "mean" averages over
+real tokens, "last" takes the last real token."""

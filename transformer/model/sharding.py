@@ -1,7 +1,5 @@
-"""Sharding constraints by logical axis names, which a table of rules maps to mesh axes.
-
-Without active rules and a mesh (parallel/mesh.py, `use`), the functions here change nothing.
-"""
+"""Sharding constraints by logical axis names, which a table of rules maps to mesh axes. Without
+active rules and a mesh (parallel/mesh.py, `use`), the functions here change nothing."""
 
 import math
 

@@ -2,8 +2,7 @@
 
 They are properties of a vocabulary, not of the network: no layer of a model reads them, and no
 token id marks a token as padding (see inputs.py). They are the defaults of `sample` and
-`beam_search`, and `load_hf` and `save_hf` read and write them.
-"""
+`beam_search`, and `load_hf` and `save_hf` read and write them."""
 
 from collections.abc import Sequence
 
@@ -23,12 +22,9 @@ def as_tuple(ids: Ids) -> tuple[int, ...]:
 
 
 def checked(config) -> dict[str, Ids]:
-    """Returns the special tokens of a ModelConfig by field, in canonical form.
-
-    Duplicates in `eos_id` are removed. A tuple of one id becomes that id, and an empty tuple None.
-
-    Raises UserError for ids outside the vocabulary, and a start token without an encoder_decoder.
-    """
+    """Returns the special tokens of a ModelConfig by field, in canonical form. Duplicates in
+    `eos_id` are removed. A tuple of one id becomes that id, and an empty tuple None. Raises
+    UserError for ids outside the vocabulary, and a start token without an encoder_decoder."""
     tokens = {field: getattr(config, field) for field in SPECIAL_TOKENS}
     ends = tuple(dict.fromkeys(as_tuple(tokens["eos_id"])))
     tokens["eos_id"] = ends if len(ends) > 1 else ends[0] if ends else None

@@ -6,8 +6,7 @@ sizes    root mean squares of the residual stream and of the branch added to it,
          (residual.py)
 streams  the residual stream after each layer (stack.py)
 heads    statistics of each attention head (attention_statistics.py)
-maps     attention weights of each head
-"""
+maps     attention weights of each head"""
 
 from flax import linen as nn
 

@@ -1,8 +1,6 @@
 """BART (Lewis et al. 2020), Marian (Junczys-Dowmunt et al. 2018; OPUS-MT), mBART (Liu et al. 2020)
-and M2M-100 (Fan et al. 2021), whose type NLLB (NLLB team 2022) shares.
-
-The first two are post-norm encoder-decoders, the others are pre-norm with final norms.
-"""
+and M2M-100 (Fan et al. 2021), whose type NLLB (NLLB team 2022) shares. The first two are post-norm
+encoder-decoders, the others are pre-norm with final norms."""
 
 import functools
 from collections.abc import Mapping

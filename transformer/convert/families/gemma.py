@@ -1,8 +1,6 @@
-"""Gemma (Gemma Team 2024), Gemma 2 and the text model of Gemma 3 (Gemma Team 2025).
-
-Llama with norms whose gain is 1 + w, scaled embeddings and another activation. Gemma 2 and 3
-normalize the input and the output of each sublayer, and alternate local and global layers.
-"""
+"""Gemma (Gemma Team 2024), Gemma 2 and the text model of Gemma 3 (Gemma Team 2025). Llama with
+norms whose gain is 1 + w, scaled embeddings and another activation. Gemma 2 and 3 normalize the
+input and the output of each sublayer, and alternate local and global layers."""
 
 import functools
 

@@ -1,10 +1,8 @@
-"""Llama (Touvron et al. 2023), Mistral, Qwen 2, Qwen 3, SmolLM3, Phi-3, and OLMo 2 and 3.
-
-Decoders with RMSNorm, rotary positions and a gated feed-forward. Each is a `variant`, which states
-how it differs from Llama. gemma.py and mixtral.py add others. OLMo (OLMo Team 2025) has norms after
-each sublayer instead of before it, and one norm for the queries of all heads and one for their
-keys. In OLMo 3, three of four layers attend within a window.
-"""
+"""Llama (Touvron et al. 2023), Mistral, Qwen 2, Qwen 3, SmolLM3, Phi-3, and OLMo 2 and 3. Decoders
+with RMSNorm, rotary positions and a gated feed-forward. Each is a `variant`, which states how it
+differs from Llama. gemma.py and mixtral.py add others. OLMo (OLMo Team 2025) has norms after each
+sublayer instead of before it, and one norm for the queries of all heads and one for their keys. In
+OLMo 3, three of four layers attend within a window."""
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
@@ -66,8 +64,7 @@ def variant(
     read, write: the added or replaced fields of a ModelConfig, or of config.json, with positions.
     norms, projections: as in PRE_NORMS and PROJECTIONS.
     feed_forward: the tensors of the feed-forward.
-    family: other fields of Family.
-    """
+    family: other fields of Family."""
     biases = [name for name in BIASES if name in fields]
 
     def read_all(f: Fields, tensors: frozenset[str]) -> dict:

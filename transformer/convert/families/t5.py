@@ -1,7 +1,5 @@
-"""T5 (Raffel et al. 2020), v1.0 and v1.1, and mT5 (Xue et al. 2021), with unscaled logits.
-
-A pre-norm encoder-decoder with bucketed relative distances, RMSNorm and no biases.
-"""
+"""T5 (Raffel et al. 2020), v1.0 and v1.1, and mT5 (Xue et al. 2021), with unscaled logits. A
+pre-norm encoder-decoder with bucketed relative distances, RMSNorm and no biases."""
 
 from transformer.convert import fields
 from transformer.convert.family import Family
@@ -16,10 +14,8 @@ _PROJECTIONS = {
     "gelu_new": ("gelu_tanh", False), "gated-gelu": ("gelu_tanh", True),
     "gated-silu": ("silu", True), "gated-relu": ("relu", True),
 }  # fmt: skip
-"""Their feed_forward_proj -> our (activation, glu).
-
-In T5, gated gelu is the tanh approximation, and ungated gelu is exact.
-"""
+"""Their feed_forward_proj -> our (activation, glu). In T5, gated gelu is the tanh approximation,
+and ungated gelu is exact."""
 
 _FIELDS = {
     "vocab_size": field(32128, "vocab_size"), "d_model": field(512, "d_model"),

@@ -1,8 +1,6 @@
-"""Inner attention: from queries, keys, values, a mask and a position scheme to outputs.
-
-A backend is a function `attend(q, k, v, inputs)`. Its entry in BACKENDS also has a function that
-checks whether it supports inputs. `reference` supports all inputs.
-"""
+"""Inner attention: from queries, keys, values, a mask and a position scheme to outputs. A backend
+is a function `attend(q, k, v, inputs)`. Its entry in BACKENDS also has a function that checks
+whether it supports inputs. `reference` supports all inputs."""
 
 import contextlib
 import dataclasses
@@ -40,11 +38,9 @@ logits at once. On two CPU cores, it is faster from 512 (experiments/benchmarks/
 
 def choose(name: str, q, k, v, inputs: Inputs) -> Attend:
     """Returns the backend for these inputs, where `name` is the config's `attention_backend`.
-
     "auto" prefers `flash` on TPUs, except for single queries, and then `ring` where sequences are
     sharded. If the preferred backends do not support the inputs, long inputs fall back to
-    `blockwise`, and all inputs finally to `reference`. `record` collects the reasons.
-    """
+    `blockwise`, and all inputs finally to `reference`. `record` collects the reasons."""
     sharded, size = axis_of("length")[1] > 1, min(q.shape[1], k.shape[1])
     preferred = [name]
     if name == "auto":

@@ -1,8 +1,6 @@
 """Inputs of attention backends, and what plain-JAX ones share: logits, and weights times values.
-
 Shape suffixes: B batch, T query length, S key length, N query heads, K key/value heads, G = N / K,
-H head size.
-"""
+H head size."""
 
 import dataclasses
 from collections.abc import Callable
@@ -47,13 +45,11 @@ class Inputs:
         return self.position if self.position is not None and self.position.acts_on_logits else None
 
     def by_index(self) -> "Inputs":
-        """Replaces positions by indices in the sequence, if this does not change results.
-
-        All sequences then have the same positions, so that one bias array serves the whole batch,
-        and blocks of tokens that a mask excludes are known from the positions. Results do not
-        change if the tokens of a document are contiguous, queries attend only to keys of their
-        document, and the position scheme's logits depend on distances alone.
-        """
+        """Replaces positions by indices in the sequence, if this does not change results. All
+        sequences then have the same positions, so that one bias array serves the whole batch, and
+        blocks of tokens that a mask excludes are known from the positions. Results do not change if
+        the tokens of a document are contiguous, queries attend only to keys of their document, and
+        the position scheme's logits depend on distances alone."""
         q, k, position = self.q_tokens, self.k_tokens, self.logits_position
         if not (
             q.order == k.order in ("contiguous", "zigzag")

@@ -1,13 +1,9 @@
-"""GPUs' fused attention: cuDNN's, through `jax.nn.dot_product_attention`.
-
-CPUs use that function's XLA implementation, for tests.
-
-Every mask is passed as an array, so that documents in one sequence do not attend to each other. A
-causal mask is also declared as causal, so that products above the diagonal are skipped. Biases that
-depend on distance are passed as an array of the queries' type, which all sequences share.
-
-Shape suffixes: B batch, T queries, S keys, N query heads, K key/value heads, H head size.
-"""
+"""GPUs' fused attention: cuDNN's, through `jax.nn.dot_product_attention`. CPUs use that function's
+XLA implementation, for tests. Every mask is passed as an array, so that documents in one sequence
+do not attend to each other. A causal mask is also declared as causal, so that products above the
+diagonal are skipped. Biases that depend on distance are passed as an array of the queries' type,
+which all sequences share.
+Shape suffixes: B batch, T queries, S keys, N query heads, K key/value heads, H head size."""
 
 import jax
 import jax.numpy as jnp

@@ -10,8 +10,7 @@ holds chunks d and 2n - 1 - d of the sequence. In every step but the first, each
 of four pairs of chunks, whichever device the keys come from (Brandon et al. 2023; Llama 3).
 
 Shape suffixes: B batch, T query length, S key length, N query heads, K key/value heads, H head
-size, I blocks of queries, J blocks of keys, t queries per block, s keys per block.
-"""
+size, I blocks of queries, J blocks of keys, t queries per block, s keys per block."""
 
 import dataclasses
 import math

@@ -1,7 +1,4 @@
-"""The position-wise feed-forward.
-
-Shape suffixes: B batch, T length, D d_model, F d_ff.
-"""
+"""The position-wise feed-forward. Shape suffixes: B batch, T length, D d_model, F d_ff."""
 
 import functools
 

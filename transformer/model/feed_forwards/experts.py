@@ -24,8 +24,7 @@ capacity (`capacity_factor` > 0): In a sequence of T tokens, each expert has
 
 Shape suffixes: B batch, T length, D d_model, F d_ff (of one expert), E experts, K experts per
 token, C capacity slots per expert and sequence, n pairs of a token and one of its experts, I and O
-the input and output sizes of a matrix.
-"""
+the input and output sizes of a matrix."""
 
 import functools
 import math
@@ -189,8 +188,7 @@ def _costs(kind, logits_BxTxE, p_BxTxE, bias_E, experts_BxTxK, real_BxT, lost) -
     balance  E sum over e of f_e P_e, where f_e is the share of choices that expert e received and
              P_e the mean of its score's share; 1 if balanced (Fedus et al. 2022, eq. 4)
     z        (log sum exp logits)^2 (Zoph et al. 2022, eq. 5)
-    lost     the share of choices that were dropped because no slot was free
-    """
+    lost     the share of choices that were dropped because no slot was free"""
     count = jnp.maximum(jnp.sum(real_BxT), 1)
 
     def mean(x):
@@ -281,8 +279,7 @@ def _sorted(apply, axes, expert, embed, ff, gather_tokens, tokens, matrices, key
     axes: all mesh axes over which tokens or experts are spread.
     expert, ff: the mesh axes of the experts and of their d_ff.
     embed: the mesh axes over which matrices are sharded along d_model (ZeRO-3).
-    gather_tokens: whether tokens are spread over `expert` too.
-    """
+    gather_tokens: whether tokens are spread over `expert` too."""
     if embed:
         axis = lambda name: 1 + _AXES[name].index("embed")
         gather_embed = lambda name, x: jax.lax.all_gather(x, embed, axis=axis(name), tiled=True)

@@ -1,10 +1,7 @@
-"""Attention: projections, positions, inner attention, output projection.
-
-K = N is multi-head attention, 1 < K < N is grouped-query attention, K = 1 is multi-query attention.
-
+"""Attention: projections, positions, inner attention, output projection. K = N is multi-head
+attention, 1 < K < N is grouped-query attention, K = 1 is multi-query attention.
 Shape suffixes: B batch, T query length, S key length, D d_model, N query heads, K key/value heads,
-H head size (d_value for values), E sources, Q queries of all sequences that share a source.
-"""
+H head size (d_value for values), E sources, Q queries of all sequences that share a source."""
 
 import functools
 from collections.abc import Callable
@@ -241,12 +238,10 @@ def inner_attention(
     module: nn.Module, qkv, mask: Mask, tokens, position, size: int, deterministic, index=None
 ) -> jax.Array:
     """Returns softmax(scale Q K^T) V, [B, T, N, H], from the backend that the config selects.
-
     `tokens` are those of the queries and those of the keys. `position` is None in cross-attention.
     `size` sets the scale (`scale_of`). `index` is the cache slot of the first query; None outside
     decoding. Also creates the parameters of the attention sink and of additive scores, passes on
-    dropout, and records statistics if `module` is watched (model/watch.py).
-    """
+    dropout, and records statistics if `module` is watched (model/watch.py)."""
     cfg, sink_N = module.config, None
     if cfg.attention_sink:
         sink_N = declare(module, "sink", nn.initializers.zeros, ("heads",), (cfg.num_heads,))

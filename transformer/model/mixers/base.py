@@ -7,8 +7,7 @@ The sizes that most mixers share (`num_heads`, `num_kv_heads`, `d_head`, `d_valu
 fields of ModelConfig, not options: experiment files vary them together with `d_model`, and
 cross-attention uses them too. A mixer lists those that it reads in `fields`; others are rejected.
 
-Shape suffixes: B batch, T length of the stack's tokens, S length of the source, D d_model.
-"""
+Shape suffixes: B batch, T length of the stack's tokens, S length of the source, D d_model."""
 
 import dataclasses
 from collections.abc import Callable
@@ -104,8 +103,7 @@ class Mixer:
         (model/cache.py), because the beams of a sentence share them.
 
         Products of token pairs, which a mask can exclude, go into the scope `masks.pairs`. Only the
-        share that the mask allows counts as FLOPs (planning/model_flops.py).
-        """
+        share that the mask allows counts as FLOPs (planning/model_flops.py)."""
         raise NotImplementedError
 
     def empty_state(self, config: Config, batch: int, slots: int) -> State:

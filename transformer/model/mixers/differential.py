@@ -1,8 +1,6 @@
 """Differential attention (Ye et al. 2024, arXiv:2410.05258).
-
 Shape suffixes: B batch, T query length, S key length, D d_model, N query heads, K key heads, H head
-size, V 2 d_value.
-"""
+size, V 2 d_value."""
 
 import functools
 
@@ -28,8 +26,7 @@ class Differential(SelfAttention):
     `num_heads` / 2 pairs, so that the sizes are those of multi-head attention. The learned vectors
     q_1, k_1, q_2 and k_2 belong to the layer, and layers count from 0. The norm is an RMSNorm over
     2 d_value numbers, with one gain for all pairs. With grouped queries, `num_kv_heads` is even,
-    and the query heads of two key heads form pairs in order.
-    """
+    and the query heads of two key heads form pairs in order."""
 
     fields = (SelfAttention.fields | {"norm_epsilon"}) - {
         "attention_gate", "attention_sink", "v_norm", "value_residual",

@@ -1,7 +1,5 @@
 """Forgetting attention (Lin et al. 2025, arXiv:2503.02130).
-
-Shape suffixes: B batch, T new tokens, D d_model, N heads, H head size, C extra channels.
-"""
+Shape suffixes: B batch, T new tokens, D d_model, N heads, H head size, C extra channels."""
 
 import functools
 from typing import NamedTuple
@@ -36,8 +34,7 @@ class Forgetting(SelfAttention):
     extra channels of queries and keys, so that every attention backend computes it, and keys in
     the cache are 8 numbers wider. Only causal decoders are supported, and every query head has a
     key head. The paper's "Pro" block is this mixer with `qk_norm` and an `attention_gate`, except
-    that it also normalizes each head's output and shifts keys and values by one token.
-    """
+    that it also normalizes each head's output and shifts keys and values by one token."""
 
     fields = SelfAttention.fields - {"num_kv_heads", "attention_soft_cap", "attention_score"}
     hooks = frozenset({"embed", "rotate", "bias"})

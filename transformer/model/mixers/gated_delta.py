@@ -1,9 +1,7 @@
 """Gated DeltaNet (Yang et al. 2024, arXiv:2412.06464).
-
 Shape suffixes: B batch, T length, D d_model, N heads, H d_head (of queries and keys), V d_value, W
 past tokens that the convolution reads (conv - 1, but at least 1), L = W + T, F = 2 H + V convolved
-channels per head, X chunks, C tokens per chunk.
-"""
+channels per head, X chunks, C tokens per chunk."""
 
 import functools
 from typing import NamedTuple
@@ -179,8 +177,7 @@ def chunked_recurrence(q, k, v, log_a, b, document_BxT, s_BxNxHxV, *, size: int)
         (I + A) u = b (v - exp(c) k S),     A_ij = b_i E_ij k_i . k_j for j < i
         o = exp(c) q S + ((q k^T) * E) u,   S' = exp(c_last) S + (E_last k)^T u
 
-    The state S before a chunk contributes only to the tokens that continue its document.
-    """
+    The state S before a chunk contributes only to the tokens that continue its document."""
     (length, heads), size = q.shape[1:3], min(size, q.shape[1])
     padding = -length % size
 

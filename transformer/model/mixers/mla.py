@@ -1,8 +1,6 @@
 """Multi-head latent attention (DeepSeek-AI 2024, "DeepSeek-V2").
-
-Shape suffixes: B batch, T query length, S key length, D d_model, N heads, H d_head, V d_value,
-R kv_rank, P size of the rotated part (d_rope, unless the position scheme widens it).
-"""
+Shape suffixes: B batch, T query length, S key length, D d_model, N heads, H d_head, V d_value, R
+kv_rank, P size of the rotated part (d_rope, unless the position scheme widens it)."""
 
 import dataclasses
 import functools
@@ -39,8 +37,7 @@ class MLA(Mixer):
     The scale is 1 / sqrt(d_head + d_rope). Only the parts of size `d_rope` are rotated: a rotation
     between c and W_k would prevent absorbing W_k into the queries. Projections have no biases.
 
-    Supported position schemes: none, and those that add to embeddings, rotate, or add a bias.
-    """
+    Supported position schemes: none, and those that add to embeddings, rotate, or add a bias."""
 
     scope = "self_attention"
     fields = frozenset({

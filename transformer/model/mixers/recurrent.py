@@ -1,8 +1,7 @@
 """Recurrent networks, which attention replaced, with and without attention to a source.
-
 Shape suffixes: B batch, T length of the stack's tokens, S length of the source, D d_model, F gates,
-G units per direction, E sources, K = B / E sequences per source (a sentence's beams; otherwise 1).
-"""
+G units per direction, E sources, K = B / E sequences per source (a sentence's beams; otherwise
+1)."""
 
 import dataclasses
 import functools
@@ -31,12 +30,10 @@ class RecurrentState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Recurrent(Mixer):
-    """The base class of recurrent networks: h' = cell(x W + h U + b, h), and h' is the output.
-
-    A decoder layer has one direction of d_model units. An encoder layer has two directions of
-    d_model / 2 units each, whose outputs are concatenated. A document starts with h = c = 0, and
-    padding leaves both unchanged. A sequence takes one sequential step per token.
-    """
+    """The base class of recurrent networks: h' = cell(x W + h U + b, h), and h' is the output. A
+    decoder layer has one direction of d_model units. An encoder layer has two directions of d_model
+    / 2 units each, whose outputs are concatenated. A document starts with h = c = 0, and padding
+    leaves both unchanged. A sequence takes one sequential step per token."""
 
     gates: ClassVar[int]
     has_memory: ClassVar[bool] = False  # c, beside h
@@ -101,8 +98,7 @@ class GRU(Recurrent):
 
     x W + h U + b is split into r, z and n, of which n has the part n_h from h. Then
 
-        h' = (1 - sigmoid(z)) tanh(n - n_h + sigmoid(r) n_h) + sigmoid(z) h
-    """
+        h' = (1 - sigmoid(z)) tanh(n - n_h + sigmoid(r) n_h) + sigmoid(z) h"""
 
     scope = "gru"
     gates = 3
@@ -120,8 +116,7 @@ class LSTM(Recurrent):
 
     x W + h U + b is split into i, f, o and g. Then
 
-        c' = sigmoid(f + 1) c + sigmoid(i) tanh(g),   h' = sigmoid(o) tanh(c')
-    """
+        c' = sigmoid(f + 1) c + sigmoid(i) tanh(g),   h' = sigmoid(o) tanh(c')"""
 
     scope = "lstm"
     gates, has_memory = 4, True
@@ -211,8 +206,7 @@ class Attentive(nn.Module):
 
     This follows Bahdanau et al. (2015, sec. 3.1 and appendix A.2). They use a GRU that starts from
     the encoder's first backward state, and a maxout output. Here, h starts from zero, and the
-    output is a tanh. With `last`, the context is y at the source's last token instead.
-    """
+    output is a tanh. With `last`, the context is y at the source's last token instead."""
 
     config: ModelConfig
     kind: Recurrent

@@ -5,8 +5,7 @@ A model is compared with its base, the same model at other sizes:
     m_N  fan-in of a matrix / its fan-in in the base; of other parameters, the ratio of d_model
     m_L  layers of a stack / its layers in the base
 
-A config states the hyperparameters of the base. Multipliers adjust them to the model's own size.
-"""
+A config states the hyperparameters of the base. Multipliers adjust them to the model's own size."""
 
 import dataclasses
 import math
@@ -52,8 +51,7 @@ class Parametrization:
 
     In every parametrization, a config may set multipliers of `learning_rate`, `weight_decay`,
     `epsilon` and `init` by role: `dict(name="standard", embedding=dict(learning_rate=10.0))`. A
-    learning rate of 0 freezes the parameters.
-    """
+    learning rate of 0 freezes the parameters."""
 
     embedding: FrozenDict = NONE  # multipliers of tables of embeddings and of absolute positions
     unembedding: FrozenDict = NONE  # multipliers of the untied matrix to the vocabulary

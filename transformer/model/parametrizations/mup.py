@@ -30,8 +30,7 @@ class MuP(Parametrization):
 
     `base` holds sizes of the base model by field, such as dict(d_model=256). Its `d_ff` and
     `num_heads` are in proportion to d_model unless they are given, so that heads have the same
-    size. Sizes that are options of a mixer or of experts are the same.
-    """
+    size. Sizes that are options of a mixer or of experts are the same."""
 
     sizes: ClassVar[tuple[str, ...]] = WIDTHS
     alpha: ClassVar[float] = 1.0  # without effect, because the base has the same depth
@@ -85,8 +84,7 @@ class CompleteP(MuP):
     multiplied by m_L^(alpha - 1), and epsilon by m_L^(-alpha). Parts of a norm placement and of
     the initialization that depend on depth have the values of the base.
 
-    The paper covers pre-norm; docs/parametrizations.md derives and checks other placements.
-    """
+    The paper covers pre-norm; docs/parametrizations.md derives and checks other placements."""
 
     sizes = (*WIDTHS, "num_encoder_layers", "num_decoder_layers")
 

@@ -9,8 +9,7 @@ model/residual.py applies the formula.
 A topology is a placement with several residual streams. It defines how they begin, how a sublayer
 reads and changes them, and how they end (topologies.py, hyper_connections.py).
 
-Shape suffixes: B batch, T length, D d_model.
-"""
+Shape suffixes: B batch, T length, D d_model."""
 
 import dataclasses
 import functools

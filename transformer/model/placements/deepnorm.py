@@ -10,8 +10,7 @@ class DeepNorm(Placement):
     """norm(alpha x + f(x)), with initial branch weights scaled by beta (Wang et al. 2022, DeepNet).
 
     Table 1 of the paper gives alpha (`residual_scale`) and beta (`branch_gain`) for N encoder and M
-    decoder layers, or for a single stack of L layers.
-    """
+    decoder layers, or for a single stack of L layers."""
 
     out_norm: bool = True
     residual_scale: float | None = None  # None: alpha

@@ -1,7 +1,5 @@
 """Residual streams with learned reads and writes: hyper-connections, mHC, attention residuals.
-
-Shape suffixes: B batch, T length, D d_model, n and m streams, S slots of a buffer of sums.
-"""
+Shape suffixes: B batch, T length, D d_model, n and m streams, S slots of a buffer of sums."""
 
 import dataclasses
 import math
@@ -60,8 +58,7 @@ class HyperConnections(_Copies):
     At initialization, s = s' = 0.01, the matrices W are 0, A_r = I, B = 1, and A_m selects stream
     (k mod n) in sublayer k: the stack computes the same as with pre-norm. The streams begin as
     copies of the embeddings and end as their sum. The paper also scales the initial output
-    matrices by a power of n that it does not state; set `branch_gain`.
-    """
+    matrices by a power of n that it does not state; set `branch_gain`."""
 
     def connect(self, parts, site, streams, branch):
         n, d_model = streams.shape[2:]
@@ -92,8 +89,7 @@ class ManifoldHyperConnections(_Copies):
     20 Sinkhorn iterations normalize rows, then columns: keep is close to doubly stochastic, so that
     the streams neither grow nor vanish with depth. The paper does not state the initial phi and b;
     here, as in MaxText, phi is normal with standard deviation (n D)^-0.5, b = 0 and a = 0.01. The
-    streams end as their sum.
-    """
+    streams end as their sum."""
 
     iterations: int = 20  # of Sinkhorn's algorithm
 

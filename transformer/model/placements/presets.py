@@ -18,8 +18,7 @@ class Pre(Placement):
 class Post(Placement):
     """norm(x + f(x)) (Vaswani et al. 2017; BERT).
 
-    Gradients grow towards the last layer at initialization, so training needs warm-up.
-    """
+    Gradients grow towards the last layer at initialization, so training needs warm-up."""
 
     out_norm: bool = True
     warmup_hint: int = 1000
@@ -29,8 +28,7 @@ class Post(Placement):
 class Peri(Placement):
     """x + norm(f(norm(x))), then a final norm.
 
-    Also called sandwich norm (Ding et al. 2021; Gemma 2) and Peri-LN (Kim et al. 2025).
-    """
+    Also called sandwich norm (Ding et al. 2021; Gemma 2) and Peri-LN (Kim et al. 2025)."""
 
     in_norm: bool = True
     res_norm: bool = True

@@ -1,7 +1,5 @@
-"""Placements with two residual streams, or whose norms depend on the layer.
-
-N is a norm with parameters of its own. Sublayers are numbered from 0.
-"""
+"""Placements with two residual streams, or whose norms depend on the layer. N is a norm with
+parameters of its own. Sublayers are numbered from 0."""
 
 import dataclasses
 import math
@@ -33,8 +31,7 @@ class ResiDual(_PostAndPre):
     """ResiDual (Xie et al. 2023, arXiv:2304.14802): a post-norm and a pre-norm stream.
 
     o = f(x),  x <- N(x + o),  r <- r + o        x = r = the embeddings
-    output: x + N(r)
-    """
+    output: x + N(r)"""
 
     def connect(self, parts, site, streams, branch):
         x, r = streams
@@ -51,8 +48,7 @@ class SiameseNorm(_PostAndPre):
 
     This is Algorithm 1 with its two additions, the norm before f and the scale c of one stream.
     c = sqrt(2 (l + 1)) in layer l, as in the released language model. The text of the paper was not
-    available to confirm c; the released model also normalizes queries, keys and values.
-    """
+    available to confirm c; the released model also normalizes queries, keys and values."""
 
     in_norm: bool = True
 
@@ -98,8 +94,7 @@ class Keel(Placement):
         y = N(a x + f(N(x)))        a: the number of sublayers
 
     In the first layer, a = 1, and its first sublayer is x + f(N(x)). The paper's text was not
-    available to confirm that no other norm ends the stack.
-    """
+    available to confirm that no other norm ends the stack."""
 
     in_norm: bool = True
     out_norm: bool = True
@@ -117,8 +112,7 @@ class Keel(Placement):
 class MixLN(Placement):
     """Mix-LN (Li et al. 2024, arXiv:2412.13795): post-norm in the first layers, then pre-norm.
 
-    The first floor(share L) of L layers compute N(x + f(x)), the others x + f(N(x)): one N each.
-    """
+    The first floor(share L) of L layers compute N(x + f(x)), the others x + f(N(x)): one N each."""
 
     final_norm: bool = True
     share: float = 0.25  # of the layers with post-norm
@@ -146,8 +140,7 @@ class HybridNorm(Placement):
     first layer is pre-norm: y = x + attention(N(x)), output y + ff(N(y)). With `pre_first=False`,
     it is like the others, which the paper calls HybridNorm. The stack ends in a norm.
 
-    The norm before attention affects the first layer only; all layers have its gain.
-    """
+    The norm before attention affects the first layer only; all layers have its gain."""
 
     final_norm: bool = True
     pre_first: bool = True

@@ -19,8 +19,7 @@ class Learned(Position):
 
     Parameters: (max_length + offset) * d_model per stack.
     Cache: the embedding of the new token's position is looked up.
-    Beyond the training length: undefined; lengths over `max_length` raise an error.
-    """
+    Beyond the training length: undefined; lengths over `max_length` raise an error."""
 
     bounded: ClassVar[bool] = True
     ends: ClassVar[bool] = True
@@ -55,8 +54,7 @@ class Sinusoidal(Position):
     Parameters: none.
     Cache: PE is computed at the new token's position.
     Beyond the training length: defined, but models do not extrapolate; perplexity rises at once
-        (Press et al. 2022).
-    """
+        (Press et al. 2022)."""
 
     base: float = option(10_000.0)
     layout: str = option("interleaved")

@@ -1,12 +1,9 @@
-"""The interface of position schemes: optional hooks, which default to the identity.
-
-Absolute positions are always passed in, as int32, one per token. They are never recomputed from a
-length, so one scheme serves padded, packed and cached batches alike. Phases, slopes and distances
-are computed in float32, because bfloat16 has only 769 distinct values among the positions 0..4095.
-
+"""The interface of position schemes: optional hooks, which default to the identity. Absolute
+positions are always passed in, as int32, one per token. They are never recomputed from a length, so
+one scheme serves padded, packed and cached batches alike. Phases, slopes and distances are computed
+in float32, because bfloat16 has only 769 distinct values among the positions 0..4095.
 Shape suffixes: B batch (or 1, if positions are the same in all sequences), T query length, S key
-length, D d_model, N query heads, K key/value heads, H head size.
-"""
+length, D d_model, N query heads, K key/value heads, H head size."""
 
 import dataclasses
 from collections.abc import Callable
@@ -83,8 +80,7 @@ class Terms:
         e_ts = scale (q_t + u) . (k_s + keys[d]) + scale k_s . queries[d] + bias[d]
         o_t = sum_s w_ts (v_s + values[d])
 
-    Terms that are None are absent. D distances; N may be 1, for all heads.
-    """
+    Terms that are None are absent. D distances; N may be 1, for all heads."""
 
     scale: float = struct.field(pytree_node=False)
     bias_NxD: jax.Array | None = None
@@ -103,15 +99,11 @@ class Terms:
 
 @struct.dataclass
 class Position:
-    """The base class of position schemes. A scheme overrides the hooks that it needs.
-
-    None acts in cross-attention. Unless a scheme says otherwise, the cache needs nothing but the
-    positions that are stored with the keys, from which distances come.
-
-    By default, hooks do nothing. A config can set the fields that are declared with
-    `option(default)`, and `check` rejects invalid values. `bind` and `bind_layer` declare
-    parameters. `at` computes values that all layers share.
-    """
+    """The base class of position schemes. A scheme overrides the hooks that it needs. None acts in
+    cross-attention. Unless a scheme says otherwise, the cache needs nothing but the positions that
+    are stored with the keys, from which distances come. By default, hooks do nothing. A config can
+    set the fields that are declared with `option(default)`, and `check` rejects invalid values.
+    `bind` and `bind_layer` declare parameters. `at` computes values that all layers share."""
 
     def __init_subclass__(cls):
         cls.by_distance |= "distance_bias" in vars(cls)
@@ -235,5 +227,4 @@ class NoPE(Position):
 
     Parameters: none.
     Cache: unaffected.
-    Beyond the training length: well defined.
-    """
+    Beyond the training length: well defined."""

@@ -1,13 +1,10 @@
-"""Positions that interact with content: those of Shaw, Transformer-XL, DeBERTa and CoPE.
-
-The logits depend on positions together with queries and keys. All schemes but CoPE are functions of
-distance and content, which `terms` describes to fused kernels. Learned distances range from
--`max_distance` to `max_distance`; longer ones share the last.
-
-In equations, e_ts is the logit of query t and key s, and w_ts is their attention weight.
-
-Shape suffixes: B batch, T query length, S key length, N heads, H head size, R distances, D d_model.
-"""
+"""Positions that interact with content: those of Shaw, Transformer-XL, DeBERTa and CoPE. The logits
+depend on positions together with queries and keys. All schemes but CoPE are functions of distance
+and content, which `terms` describes to fused kernels. Learned distances range from -`max_distance`
+to `max_distance`; longer ones share the last. In equations, e_ts is the logit of query t and key s,
+and w_ts is their attention weight.
+Shape suffixes: B batch, T query length, S key length, N heads, H head size, R distances, D
+d_model."""
 
 from typing import ClassVar
 
@@ -57,8 +54,7 @@ class Shaw(Position):
     distance, which the heads of a layer share.
 
     Parameters: (2 * max_distance + 1) * (d_head + d_value) per layer.
-    Beyond the training length: extrapolates for a while; all longer distances share a vector.
-    """
+    Beyond the training length: extrapolates for a while; all longer distances share a vector."""
 
     by_distance: ClassVar = True
 
@@ -109,8 +105,7 @@ class TransformerXL(Position):
 
     Parameters: d_model * num_heads * d_head + 2 * num_heads * d_head per layer.
     Beyond the training length: degrades slowly.
-    Cost: T * S sinusoidal embeddings of size d_model, and their products with queries.
-    """
+    Cost: T * S sinusoidal embeddings of size d_model, and their products with queries."""
 
     by_distance: ClassVar = True
 
@@ -161,8 +156,7 @@ class Deberta(Position):
     projections K and Q of p. The config's scale is divided by sqrt(3) for the three terms.
 
     Parameters: 2 * max_distance * d_model per stack, 2 * d_model * num_heads * d_head per layer.
-    Beyond the training length: all longer distances share a vector.
-    """
+    Beyond the training length: all longer distances share a vector."""
 
     by_distance: ClassVar = True
 
@@ -219,8 +213,7 @@ class CoPE(Position):
     Parameters: max_positions * d_head per layer.
     Mask: must be causal.
     Cache: keys are stored in the order of their positions, so that counts are unaffected.
-    Beyond the training length: extrapolates where counts stay small.
-    """
+    Beyond the training length: extrapolates where counts stay small."""
 
     pairwise: ClassVar[bool] = False
     reads_positions: ClassVar[bool] = False  # it counts tokens instead

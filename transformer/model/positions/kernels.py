@@ -1,9 +1,6 @@
 """Positions added to the attention logits as a smooth function of distance: KERPLE, Sandwich, FIRE.
-
 In equations, d = |t - s| is the distance between query and key.
-
-Shape suffixes: B batch, T query length, S key length, N heads.
-"""
+Shape suffixes: B batch, T query length, S key length, N heads."""
 
 import functools
 
@@ -24,8 +21,7 @@ class Kerple(Position):
     each layer has its own.
 
     Parameters: 2 * num_heads per stack.
-    Beyond the training length: extrapolates; the logarithm flattens.
-    """
+    Beyond the training length: extrapolates; the logarithm flattens."""
 
     r_N: jax.Array | None = None
     a_N: jax.Array | None = None
@@ -53,8 +49,7 @@ class Sandwich(Position):
     product of two sinusoidal embeddings of size w. attention-gym has 0, NeMo has 1.
 
     Parameters: none.
-    Beyond the training length: extrapolates; near keys have the largest weights, as in ALiBi.
-    """
+    Beyond the training length: extrapolates; near keys have the largest weights, as in ALiBi."""
 
     width: int = option(128)
     first_index: int = option(0)
@@ -89,8 +84,7 @@ class Fire(Position):
 
     Parameters: width * (3 + width + N) + N + 2 per stack, shared by its layers ("FIRE-S").
     Beyond the training length: extrapolates; the network's inputs stay in [-1, 1].
-    Cost: a network of width^2 multiplications per pair of tokens.
-    """
+    Cost: a network of width^2 multiplications per pair of tokens."""
 
     width: int = option(32)
     threshold: float = option(256.0)

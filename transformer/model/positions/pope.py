@@ -1,7 +1,5 @@
 """PoPE: polar coordinate position embedding.
-
-Shape suffixes: B batch, T length, N query heads, K key/value heads, H head size.
-"""
+Shape suffixes: B batch, T length, N query heads, K key/value heads, H head size."""
 
 import math
 
@@ -32,8 +30,7 @@ class PoPE(Position):
 
     Parameters: a bias per layer, head and dimension.
     Cache: keys are stored with their phases, at twice the size.
-    Beyond the training length: extrapolates better than rotary (the paper, section 5).
-    """
+    Beyond the training length: extrapolates better than rotary (the paper, section 5)."""
 
     theta: float = option(10_000.0)
     start: str = option("zero")

@@ -1,7 +1,5 @@
 """Positions added to the attention logits as a function of distance: ALiBi and T5's buckets.
-
-Shape suffixes: N heads, R buckets.
-"""
+Shape suffixes: N heads, R buckets."""
 
 import math
 
@@ -25,8 +23,7 @@ class ALiBi(Position):
         for all heads or one for each. Hewitt's notes have (1.0,).
 
     Parameters: none; with learned slopes, num_heads per stack.
-    Beyond the training length: extrapolates.
-    """
+    Beyond the training length: extrapolates."""
 
     slopes: str | tuple[float, ...] = option("geometric")
     num_heads: int = fact()
@@ -79,8 +76,7 @@ class T5Bias(Position):
     buckets are for keys after the query. The layers of a stack share the table.
 
     Parameters: num_buckets * num_heads per stack.
-    Beyond the training length: extrapolates for a while; all longer distances share a bucket.
-    """
+    Beyond the training length: extrapolates for a while; all longer distances share a bucket."""
 
     num_buckets: int = option(32)
     max_distance: int = option(128)

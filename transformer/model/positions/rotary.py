@@ -1,7 +1,6 @@
 """Rotary positions: rotates queries and keys by angles proportional to their positions.
-
-Shape suffixes: B batch, T length, N query heads, K key/value heads, H head size, P rotated pairs.
-"""
+Shape suffixes: B batch, T length, N query heads, K key/value heads, H head size, P rotated
+pairs."""
 
 import jax
 import jax.numpy as jnp
@@ -31,8 +30,7 @@ class Rotary(Position):
 
     Parameters: none.
     Cache: keys are stored after rotation.
-    Beyond the training length: degrades soon (Press et al. 2022; Kazemnejad et al. 2023).
-    """
+    Beyond the training length: degrades soon (Press et al. 2022; Kazemnejad et al. 2023)."""
 
     theta: float = option(10_000.0)
     fraction: float = option(1.0)

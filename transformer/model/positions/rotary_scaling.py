@@ -1,11 +1,8 @@
-"""Scaling of rotary positions: adapts a trained model to longer contexts.
-
-A scaling changes the frequencies (angles per position) f_i = theta^(-2i/d), i < d/2. `factor` is
-the ratio of the new context length to the original one, and `original_length` is the length that
-the model was trained on. The wavelength of pair i is 2 pi / f_i.
-
-Shape suffixes: B batch, P = d/2 rotated pairs of dimensions per head.
-"""
+"""Scaling of rotary positions: adapts a trained model to longer contexts. A scaling changes the
+frequencies (angles per position) f_i = theta^(-2i/d), i < d/2. `factor` is the ratio of the new
+context length to the original one, and `original_length` is the length that the model was trained
+on. The wavelength of pair i is 2 pi / f_i.
+Shape suffixes: B batch, P = d/2 rotated pairs of dimensions per head."""
 
 import math
 from typing import ClassVar
@@ -67,8 +64,7 @@ class Proportional(Scaling):
     """f_i for the fastest floor(share d/2) pairs, and 0 for the others, which ignore positions.
 
     This is p-RoPE (Barbero et al. 2024, "Round and Round We Go!", arXiv:2410.06205; Gemma 4). In
-    contrast to `fraction`, the frequencies are those of all d dimensions.
-    """
+    contrast to `fraction`, the frequencies are those of all d dimensions."""
 
     min_dimensions: ClassVar[int] = 4  # one pair that is rotated and one that is not
 
@@ -90,8 +86,7 @@ class Proportional(Scaling):
 class NTKScaling(Scaling):
     """Replaces theta by theta * factor^(d / (d - 2)) ("NTK-aware" scaling).
 
-    The frequency of the fastest pair is unchanged; that of the slowest is divided by `factor`.
-    """
+    The frequency of the fastest pair is unchanged; that of the slowest is divided by `factor`."""
 
     min_dimensions: ClassVar[int] = 4  # the exponent is d / (d - 2)
 
@@ -160,8 +155,7 @@ class YaRNScaling(Scaling):
 
     Pairs that rotate more than `beta_fast` times in `original_length` positions keep f_i. Pairs
     that rotate less than `beta_slow` times get f_i / factor. A linear ramp connects the two.
-    Rotated queries and keys are multiplied by `attention_factor`.
-    """
+    Rotated queries and keys are multiplied by `attention_factor`."""
 
     factor: float = 1.0
     original_length: int = 0
@@ -200,8 +194,7 @@ class Llama3Scaling(Scaling):
     """Scales only long wavelengths (Llama 3.1).
 
     Wavelengths over original_length / low_frequency_factor get f_i / factor. Wavelengths under
-    original_length / high_frequency_factor keep f_i. Those between are linear in 1 / wavelength.
-    """
+    original_length / high_frequency_factor keep f_i. Those between are linear in 1 / wavelength."""
 
     factor: float = 8.0
     original_length: int = 8192

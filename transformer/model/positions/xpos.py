@@ -1,8 +1,6 @@
 """xPos: rotary positions with decay.
-
 Shape suffixes: B batch, T length, N query heads, K key/value heads, H head size, P pairs of
-dimensions per head, C blocks of positions, A table rows, one for every 512 positions.
-"""
+dimensions per head, C blocks of positions, A table rows, one for every 512 positions."""
 
 import math
 from typing import ClassVar
@@ -50,8 +48,7 @@ class XPos(Position):
     Parameters: none.
     Mask: must be causal, because the decay has a direction.
     Cache: keys are stored after rotation and scaling.
-    Beyond the training length: degrades later than rotary.
-    """
+    Beyond the training length: degrades later than rotary."""
 
     ends: ClassVar[bool] = True
 

@@ -11,8 +11,7 @@ keys and weights the kernels add (content.py, terms.py).
 Supported are all plain masks (tiles.py), packed documents, padding, soft caps, sinks, dropout,
 grouped-query attention, and any head size and length. On CPUs, kernels are interpreted, for tests.
 
-Shape suffixes: B batch, T queries, S keys, N query heads, K key/value heads, H size (values: V).
-"""
+Shape suffixes: B batch, T queries, S keys, N query heads, K key/value heads, H size (values: V)."""
 
 import jax
 import jax.numpy as jnp

@@ -10,8 +10,7 @@ The rows of a tile are keys and its lanes are queries, so that only one product 
 tile. With D = sum(dO * O), d logits = weights * (d weights - D).
 
 Shape suffixes: B batch, N query heads, K key/value heads, T query length, S key length, H head size
-(of values: V), D distances, t queries per block, s keys per block.
-"""
+(of values: V), D distances, t queries per block, s keys per block."""
 
 import functools
 

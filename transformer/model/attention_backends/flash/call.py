@@ -1,10 +1,7 @@
-"""Calls of the kernels: padding to whole tiles, the bias of all distances, and sharding.
-
-Each device computes its own sequences and heads.
-
+"""Calls of the kernels: padding to whole tiles, the bias of all distances, and sharding. Each
+device computes its own sequences and heads.
 Shape suffixes: B batch, T query length, S key length, N query heads, K key/value heads, H head size
-(of values: V), D distances.
-"""
+(of values: V), D distances."""
 
 import dataclasses
 import functools
@@ -34,12 +31,10 @@ TILES = 6 * 2**20  # bytes of on-chip memory for the tiles that a kernel works o
 
 
 def bytes_per_token(itemsize: int, H: int, V: int, tables: int) -> int:
-    """Returns the on-chip memory that the backward pass needs per token.
-
-    It holds queries, the gradients of outputs and of queries, each in two buffers; the sum of the
-    gradients of queries; and rows of the bias table and of its gradient. A sequence has two rows
-    per token. So have the position scheme's tables of vectors and their gradients, in two buffers.
-    """
+    """Returns the on-chip memory that the backward pass needs per token. It holds queries, the
+    gradients of outputs and of queries, each in two buffers; the sum of the gradients of queries;
+    and rows of the bias table and of its gradient. A sequence has two rows per token. So have the
+    position scheme's tables of vectors and their gradients, in two buffers."""
     lanes = lambda size: -(-size // LANES) * LANES
     of_tables = tables * 2 * 2 * (itemsize + 4) * lanes(max(H, V))
     return 2 * itemsize * (2 * lanes(H) + lanes(V)) + 4 * lanes(H) + 2 * 2 * 4 * LANES + of_tables

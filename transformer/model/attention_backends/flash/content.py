@@ -13,8 +13,7 @@ Rolling back sorts a tile by distance: g_x[r, y] is the element of row r that be
 y of the table. Products of g with the table and with a are the gradients of a and of the table.
 Where the table is constant over the distances of a tile, 128 rows of it stand for all.
 
-Shape suffixes: R rows, C lanes, H size of a vector, L = 128 lanes, D distances.
-"""
+Shape suffixes: R rows, C lanes, H size of a vector, L = 128 lanes, D distances."""
 
 from typing import NamedTuple
 

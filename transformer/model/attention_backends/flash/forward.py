@@ -1,14 +1,10 @@
-"""The forward kernel of flash attention (Dao et al. 2022) on TPUs.
-
-The grid runs over heads, sequences and blocks of queries. The keys and values of a head stay in
-on-chip memory, and a loop passes over those of their blocks that the mask allows. As in
-blockwise.py, m is the running maximum of a query's logits, l the running sum of exp(logit - m).
-
-The rows of a tile are queries and its lanes are keys. m and l are stored in all lanes of a row.
-
+"""The forward kernel of flash attention (Dao et al. 2022) on TPUs. The grid runs over heads,
+sequences and blocks of queries. The keys and values of a head stay in on-chip memory, and a loop
+passes over those of their blocks that the mask allows. As in blockwise.py, m is the running maximum
+of a query's logits, l the running sum of exp(logit - m). The rows of a tile are queries and its
+lanes are keys. m and l are stored in all lanes of a row.
 Shape suffixes: B batch, N query heads, K key/value heads, T query length, S key length, H head size
-(of values: V), D distances, t queries per block, s keys per block.
-"""
+(of values: V), D distances, t queries per block, s keys per block."""
 
 import functools
 

@@ -61,12 +61,10 @@ class Settings:
         return logits if limits is None else jnp.where(limits.allowed(), logits, MASKED)
 
     def token_bits(self, seed_ref) -> Callable:
-        """Returns a function that returns the random bits of a block's tokens.
-
-        bits(side, block, size, shape): `side` is 0 for queries and 1 for keys; the tokens are along
-        the axis of `shape` that has their number, `size`. The seed has the seeds of both sides,
-        the indices of the first query and key, and those of the device's first sequence and head.
-        """
+        """Returns a function that returns the random bits of a block's tokens. bits(side, block,
+        size, shape): `side` is 0 for queries and 1 for keys; the tokens are along the axis of
+        `shape` that has their number, `size`. The seed has the seeds of both sides, the indices of
+        the first query and key, and those of the device's first sequence and head."""
         stream = (seed_ref[4] + pl.program_id(1)) * self.heads + seed_ref[5] + pl.program_id(0)
 
         def bits(side: int, block, size: int, shape: tuple[int, int]) -> jax.Array:

@@ -7,8 +7,7 @@ added to all keys, queries and values. Then the tables are zero there, and most 
     q.k + q.keys + k.queries = q'.k' + q'.keys' + k'.queries' - (Q.keys' + K.queries' + Q.K)
 
 Shape suffixes: B batch, T query length, S key length, N query heads, K key/value heads, H head size
-(of values: V), D distances, I blocks of queries, J blocks of keys.
-"""
+(of values: V), D distances, I blocks of queries, J blocks of keys."""
 
 import jax
 import jax.numpy as jnp

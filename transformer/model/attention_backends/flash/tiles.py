@@ -8,8 +8,7 @@ each tile is computed from the tokens, so tokens in any order are masked correct
 documents, padding, windows and prefixes skip the tiles that they exclude.
 
 Shape suffixes: B batch (or 1), T query length, S key length, I blocks of queries, J blocks of keys,
-t queries per block, s keys per block.
-"""
+t queries per block, s keys per block."""
 
 from collections.abc import Callable
 
@@ -33,12 +32,10 @@ LANES = 128  # the number of elements in a row of a TPU's vector registers
 
 @struct.dataclass
 class Limits:
-    """What a mask allows each query: the keys of its segment at positions first..last.
-
-    A mask without a window has no `first`; a bidirectional one without a window has no `last`.
-    Padding has the segments -1 among the queries and -2 among the keys, which match nothing.
-    `kinds` are those of all tiles; None if all tiles are of the kind EACH.
-    """
+    """What a mask allows each query: the keys of its segment at positions first..last. A mask
+    without a window has no `first`; a bidirectional one without a window has no `last`. Padding has
+    the segments -1 among the queries and -2 among the keys, which match nothing. `kinds` are those
+    of all tiles; None if all tiles are of the kind EACH."""
 
     q_segments: jax.Array
     q_first: jax.Array | None

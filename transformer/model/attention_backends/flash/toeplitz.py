@@ -12,8 +12,7 @@ same way: the gradients of all tiles are added to a table, whose diagonals are s
 
 The table of a head stays in the on-chip memory: 512 bytes per distance.
 
-Shape suffixes: N heads, X rows of a table, L = 128 lanes, t rows and s lanes of a tile.
-"""
+Shape suffixes: N heads, X rows of a table, L = 128 lanes, t rows and s lanes of a tile."""
 
 import jax
 import jax.numpy as jnp
