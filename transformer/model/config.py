@@ -28,15 +28,13 @@ class ModelConfig:
     d_model: int = 512  # width of the residual stream
     d_ff: int = 0  # width of the feed-forward; 0: 4 d_model
     num_heads: int = 8  # number of query heads
-    # Number of key/value heads. 0: num_heads; 1: multi-query; in between: grouped-query attention.
-    num_kv_heads: int = 0
+    num_kv_heads: int = 0  # key/value heads; 0: num_heads; 1: multi-query; others: grouped-query
     d_head: int = 0  # size of each head's queries and keys; 0: d_model / num_heads
     d_value: int = 0  # size of each head's values; 0: d_head
     num_encoder_layers: int = 6  # layers of the encoder
     num_decoder_layers: int = 6  # layers of the decoder
     max_length: int = 512  # longest source or target sequence, in tokens
-    # Width of the embedding table. 0: d_model; another width adds a projection (ALBERT, OPT-350m).
-    d_embedding: int = 0
+    d_embedding: int = 0  # embedding width, projected to d_model (ALBERT, OPT-350m); 0: d_model
     token_types: int = 0  # number of token types (BERT has two), each with an embedding; 0: none
 
     mixer: Choice = "attention"  # a token mixer of model/mixers/, or dict(name=..., options)
@@ -57,20 +55,16 @@ class ModelConfig:
     norm_zero_centered: bool = False
     norm_epsilon: float = 1e-6  # added to the variance (layernorm) or mean square (rmsnorm)
     embedding_norm: bool = False  # normalize the sum of embeddings and positions
-    # False: the first sublayer of a stack has no in_norm (ModernBERT).
-    first_norm: bool = True
-    # Parallel sublayers: x + attention(norm(x)) + ff(norm(x)) (GPT-J, GPT-NeoX).
-    parallel: bool = False
+    first_norm: bool = True  # False: the first sublayer of a stack has no in_norm (ModernBERT)
+    parallel: bool = False  # x + attention(norm(x)) + ff(norm(x)) in each layer (GPT-J, GPT-NeoX)
 
     # dense | none, or dict(name="experts", num_experts=..., top_k=..., capacity_factor=...)
     feed_forward: Choice = "dense"
     activation: str = "relu"  # relu | gelu | gelu_tanh | silu | relu_squared | linear
     glu: bool = False  # a gated feed-forward: act(x W_gate) * (x W_in) before the output matrix
     use_bias: bool = True  # biases in all projections, unless the next two fields override it
-    # Biases in the four projections of attention. None: use_bias.
-    attention_bias: bool | None = None
-    # Biases in the projections of queries, keys and values (Qwen 2). None: attention_bias.
-    qkv_bias: bool | None = None
+    attention_bias: bool | None = None  # biases in attention's four projections; None: use_bias
+    qkv_bias: bool | None = None  # biases of queries, keys, values (Qwen 2); None: attention_bias
     qk_norm: bool = False  # normalize each head's query and key (Henry et al. 2020; Qwen 3)
     qk_norm_joint: bool = False  # qk_norm: one norm for all heads of a token (OLMo 2)
     v_norm: bool = False  # normalize each head's value (HybridNorm; Zhuo et al. 2025)
@@ -80,10 +74,8 @@ class ModelConfig:
     attention_scale: float | None = None  # multiplies query-key products; None: 1 / sqrt(d_head)
     # Divide the queries of self-attention by the layer's number, from 1 on (an option of GPT-2).
     attention_layer_scale: bool = False
-    # c in c tanh(logits / c), applied to attention logits (Gemma 2). 0: off.
-    attention_soft_cap: float = 0.0
-    # Added to the logits of masked keys, such as -1e9, in the backend "reference". 0: their weights
-    # are exactly 0.
+    attention_soft_cap: float = 0.0  # c in c tanh(logits / c), for attention (Gemma 2); 0: off
+    # Added to logits of masked keys, such as -1e9, in backend "reference". 0: weights of exactly 0.
     attention_mask_value: float = 0.0
     # A learned logit per head that takes attention weight without contributing a value (GPT-OSS).
     attention_sink: bool = False
@@ -94,8 +86,7 @@ class ModelConfig:
     value_residual: str = ""
     # Project the concatenated outputs of the heads with W_O. Without it, their size is d_model.
     attention_out: bool = True
-    # In a decoder, a token attends to itself and earlier tokens. False: also to later tokens,
-    # including the one that it predicts.
+    # A decoder's tokens attend to no later token. False: to all, including the one they predict.
     causal: bool = True
     # In a decoder, tokens of a prefix attend to each other in both directions (Raffel et al. 2020).
     prefix_lm: bool = False
@@ -108,21 +99,17 @@ class ModelConfig:
     share_embeddings: bool = True  # encoder_decoder: source and target share one embedding table
     logit_bias: bool = False  # the unembedding has a bias
     logit_scale: float = 1.0  # multiplies the last hidden state (T5: d_model^-0.5)
-    # c in c tanh(logits / c), applied to the logits over the vocabulary (Gemma 2). 0: off.
-    logit_soft_cap: float = 0.0
+    logit_soft_cap: float = 0.0  # c in c tanh(logits / c), for the vocabulary (Gemma 2); 0: off
     # Apply norm(act(h W + b)) before the unembedding (BERT's masked-language-model head).
     head_transform: bool = False
-    # Compute logits over the vocabulary. An encoder, or a decoder with labels or a pooler, may omit
-    # them.
+    # Compute vocabulary logits. Optional in encoders, and in decoders with labels or a pooler.
     lm_head: bool = True
-    # none | cls | mean | last: how hidden states are pooled for labels. none: one label per token.
-    pooling: str = "none"
+    pooling: str = "none"  # none | cls | mean | last: pooling for labels; none: one label per token
     pooler: bool = False  # apply tanh(h W + b) to the pooled hidden state (BERT)
     num_labels: int = 0  # outputs of the classifier; 0: no classifier
     embedding_scale: bool = False  # multiply embeddings by sqrt(d_model)
 
-    # Dropout rate of every sublayer's output and of the sum of embeddings and positions.
-    dropout: float = 0.0
+    dropout: float = 0.0  # rate on sublayers' outputs and on the sum of embeddings and positions
     attention_dropout: float = 0.0  # dropout rate of the attention weights
     activation_dropout: float = 0.0  # dropout rate inside the feed-forward
 
@@ -136,8 +123,7 @@ class ModelConfig:
     parametrization: Choice = "standard"
 
     scan_layers: bool = True  # compile one layer and scan over layers; False: unroll them
-    # Micro-batches per batch in the pipeline over mesh.stage. 0: as many as stages.
-    pipeline_microbatches: int = 0
+    pipeline_microbatches: int = 0  # micro-batches per batch over mesh.stage; 0: one per stage
     # Passes of a micro-batch through all stages. Layers are stacked [rounds, layers / rounds].
     pipeline_rounds: int = 1
     # none: keep all activations; dots: keep products with weight matrices; full: keep only each
@@ -200,8 +186,7 @@ class ModelConfig:
         """Whether the model has both an encoder and a decoder."""
         return len(self.sides) == 2
 
-    # Defaults that depend on other fields are resolved on access, so that they follow when a field
-    # is replaced.
+    # Defaults that depend on other fields are resolved on access, so they follow replaced fields.
 
     @property
     def head_size(self) -> int:
@@ -366,15 +351,11 @@ class ModelConfig:
     def stack_facts(self, side: str) -> positions.StackFacts:
         """Returns the facts about a layer that a position scheme may depend on."""
         facts = positions.StackFacts(
-            d_model=self.d_model,
-            num_heads=self.num_heads,
-            d_head=self.head_size,
-            d_value=self.value_size,
-            max_length=max(self.max_length, self.random_positions),
+            d_model=self.d_model, num_heads=self.num_heads, d_head=self.head_size,
+            d_value=self.value_size, max_length=max(self.max_length, self.random_positions),
             causal=side == "decoder" and self.causal and not self.prefix_lm,
-            param_dtype=self.param_dtype,
-            m_D=self.d_model / self.base.d_model,
-        )
+            param_dtype=self.param_dtype, m_D=self.d_model / self.base.d_model,
+        )  # fmt: skip
         return self.token_mixer.facts(self, facts)
 
     @property
