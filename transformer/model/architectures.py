@@ -34,8 +34,7 @@ _ENCODER = ("num_encoder_layers", "d_model", "num_heads", "d_ff")
 _BOTH = ("num_encoder_layers", "num_decoder_layers", "d_model", "num_heads", "d_ff")
 _NORMAL = {"initializer": "normal", "embedding_init_std": 0.02}
 
-# Vaswani et al. 2017, table 3.
-_VASWANI = {
+_VASWANI = {  # Vaswani et al. 2017, table 3
     "family": "encoder_decoder", "vocab_size": 37_000, "max_length": 1024,
     "position": "sinusoidal", "norm_placement": "post", "activation": "relu",
     "embedding_scale": True,
@@ -69,8 +68,7 @@ _TEXTBOOKS = {
     },
 }  # fmt: skip
 
-# Devlin et al. 2019, with both pre-training heads.
-_BERT = _sizes("bert", _NORMAL | {
+_BERT = _sizes("bert", _NORMAL | {  # Devlin et al. 2019, with both pre-training heads
     "family": "encoder", "vocab_size": 30_522, "max_length": 512, "token_types": 2,
     "position": "learned", "norm_placement": "post", "norm_epsilon": 1e-12, "embedding_norm": True,
     "activation": "gelu", "head_transform": True, "logit_bias": True, "pooling": "cls",
@@ -93,8 +91,7 @@ _MODERNBERT = _sizes("modernbert", _NORMAL | {
     "large": (28, 1024, 16, 2624),
 })  # fmt: skip
 
-# Radford et al. 2019.
-_GPT = _NORMAL | {
+_GPT = _NORMAL | {  # Radford et al. 2019
     "family": "decoder", "vocab_size": 50_257, "position": "learned", "norm_placement": "pre",
     "norm_epsilon": 1e-5, "activation": "gelu_tanh", "residual_init_scale": True,
 }  # fmt: skip
@@ -119,8 +116,7 @@ _GPT3 = _sizes("gpt3", _GPT | {"max_length": 2048}, (*_DECODER, "d_head"), {
     "175b": (96, 12_288, 96, 49_152, 128),
 })  # fmt: skip
 
-# Scao et al. 2022, table 3.
-_BLOOM = _sizes("bloom", _NORMAL | {
+_BLOOM = _sizes("bloom", _NORMAL | {  # Scao et al. 2022, table 3
     "family": "decoder", "vocab_size": 250_880, "max_length": 2048, "position": "alibi",
     "norm_placement": "pre", "norm_epsilon": 1e-5, "embedding_norm": True,
     "activation": "gelu_tanh",
@@ -155,8 +151,7 @@ _T5 = _sizes("t5", _T5_SHARED | {"activation": "relu"}, (*_BOTH, "d_head", "logi
     "xxl": (24, 24, 4096, 64, 10_240, 64),
 })  # fmt: skip
 
-# Lewis et al. 2020; the Marian models of OPUS-MT (Tiedemann & Thottingal 2020).
-_POST = _NORMAL | {
+_POST = _NORMAL | {  # Lewis et al. 2020; the Marian models of OPUS-MT (Tiedemann & Thottingal 2020)
     "family": "encoder_decoder", "norm_placement": "post", "norm_epsilon": 1e-5,
     "logit_bias": True, "dropout": 0.1,
 }  # fmt: skip
@@ -172,8 +167,7 @@ _BART = _sizes("bart", _POST | {
     "activation": "silu",
 }, _BOTH, {"": (6, 6, 512, 8, 2048)})  # fmt: skip
 
-# Zhang et al. 2022.
-_OPT_SHARED = _NORMAL | {
+_OPT_SHARED = _NORMAL | {  # Zhang et al. 2022
     "family": "decoder", "vocab_size": 50_272, "max_length": 2048,
     "position": {"name": "learned", "offset": 2}, "norm_placement": "pre", "norm_epsilon": 1e-5,
     "activation": "relu", "dropout": 0.1,
@@ -191,8 +185,7 @@ _OPT = _sizes("opt", _OPT_SHARED, _DECODER, {
     "350m": (24, 1024, 16, 4096),
 })  # fmt: skip
 
-# Black et al. 2022; Biderman et al. 2023.
-_NEOX_SHARED = _NORMAL | {
+_NEOX_SHARED = _NORMAL | {  # Black et al. 2022; Biderman et al. 2023
     "family": "decoder", "max_length": 2048, "position": {"name": "rotary", "fraction": 0.25},
     "norm_placement": "pre", "norm_epsilon": 1e-5, "parallel": True, "activation": "gelu",
     "tie_embeddings": False,
@@ -212,8 +205,7 @@ _NEOX = _sizes("gpt_neox", _NEOX_SHARED | {
     "12b": (36, 5120, 40, 20_480, 50_688),
 })  # fmt: skip
 
-# Touvron et al. 2023; Dubey et al. 2024.
-_LLAMA_SHARED = _NORMAL | {
+_LLAMA_SHARED = _NORMAL | {  # Touvron et al. 2023; Dubey et al. 2024
     "family": "decoder", "position": "rotary", "norm_placement": "pre", "norm": "rmsnorm",
     "norm_epsilon": 1e-5, "activation": "silu", "glu": True, "use_bias": False,
     "tie_embeddings": False,
@@ -232,8 +224,7 @@ _LLAMA = _sizes("llama2", _LLAMA_SHARED | {
     "13b": (40, 5120, 40, 13_824, 40),
     "70b": (80, 8192, 64, 28_672, 8),
 }) | _sizes("llama3", _LLAMA_SHARED | {
-    "vocab_size": 128_256, "max_length": 8192,
-    "position": {"name": "rotary", "theta": 500_000.0},
+    "vocab_size": 128_256, "max_length": 8192, "position": {"name": "rotary", "theta": 500_000.0},
 }, (*_DECODER, "num_kv_heads"), {
     "8b": (32, 4096, 32, 14_336, 8),
     "70b": (80, 8192, 64, 28_672, 8),
@@ -245,19 +236,14 @@ _LLAMA = _sizes("llama2", _LLAMA_SHARED | {
     "405b": (126, 16_384, 128, 53_248, 8),
 })  # fmt: skip
 
-# Jiang et al. 2023.
-_MISTRAL = _sizes("mistral", _LLAMA_SHARED | {
+_MISTRAL = _sizes("mistral", _LLAMA_SHARED | {  # Jiang et al. 2023
     "vocab_size": 32_000, "max_length": 32_768, "window": 4096,
-}, (*_DECODER, "num_kv_heads"), {
-    "7b": (32, 4096, 32, 14_336, 8),
-})  # fmt: skip
+}, (*_DECODER, "num_kv_heads"), {"7b": (32, 4096, 32, 14_336, 8)})  # fmt: skip
 
-# Yang et al. 2024, 2025.
-_QWEN_SHARED = _LLAMA_SHARED | {
-    "vocab_size": 151_936,
-    "position": {"name": "rotary", "theta": 1_000_000.0},
+_QWEN_SHARED = _LLAMA_SHARED | {  # Yang et al. 2024, 2025
+    "vocab_size": 151_936, "position": {"name": "rotary", "theta": 1_000_000.0},
     "norm_epsilon": 1e-6,
-}
+}  # fmt: skip
 _QWEN = _sizes("qwen2", _QWEN_SHARED | {
     "max_length": 131_072, "qkv_bias": True,
 }, (*_DECODER, "num_kv_heads", "vocab_size", "tie_embeddings"), {
@@ -310,8 +296,7 @@ _GEMMA3 = _sizes("gemma3", {k: x for k, x in _LLAMA_SHARED.items() if k != "posi
     "27b": (62, 5376, 32, 21_504, 16, 128, 168**-0.5, 262_208, 131_072, _GEMMA3_LARGE),
 })  # fmt: skip
 
-# OLMo team 2025.
-_OLMO2 = _sizes("olmo2", _LLAMA_SHARED | {
+_OLMO2 = _sizes("olmo2", _LLAMA_SHARED | {  # OLMo team 2025
     "vocab_size": 100_352, "max_length": 4096, "position": {"name": "rotary", "theta": 500_000.0},
     "norm_placement": "res_post", "norm_epsilon": 1e-6, "qk_norm": True, "qk_norm_joint": True,
 }, (*_DECODER, "num_kv_heads"), {
@@ -331,9 +316,7 @@ _EXPERTS = _sizes("mixtral", _LLAMA_SHARED | {
 }) | _sizes("qwen3", _QWEN_SHARED | {
     "max_length": 40_960, "d_head": 128, "qk_norm": True,
     "feed_forward": {"name": "experts", "num_experts": 128, "top_k": 8},
-}, (*_DECODER, "num_kv_heads"), {
-    "30b_a3b": (48, 2048, 32, 768, 4),
-})  # fmt: skip
+}, (*_DECODER, "num_kv_heads"), {"30b_a3b": (48, 2048, 32, 768, 4)})  # fmt: skip
 
 ARCHITECTURES: dict[str, dict] = (
     _TRANSFORMER | _TEXTBOOKS | _BERT | _MODERNBERT | _GPT2 | _GPT3 | _BLOOM | _T5 | _BART

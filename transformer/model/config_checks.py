@@ -18,8 +18,7 @@ from transformer.model.pooling import POOLINGS
 from transformer.model.remat import REMAT_POLICIES
 
 MAX_LAYERS = 10_000
-"""Maximum number of layers in a stack. Building a config checks each of them; the deepest published
-Transformer has 1,000."""
+"""The limit of layers in a stack. Each is checked. The deepest published Transformer has 1,000."""
 
 MAX_UNROLLED_LAYERS = 1000
 """The most layers of a stack without model.scan_layers. JAX traces each of them by itself."""
@@ -64,18 +63,13 @@ def _check_values(config) -> None:
     in_unit_interval("model", config, *dropouts)
     at_most("model", config, 0.9999, **dict.fromkeys(dropouts, "almost nothing would be kept"))
     for field, names in {
-        "norm": NORMS,
-        "activation": ACTIVATIONS,
-        "initializer": INITIALIZERS,
-        "remat": REMAT_POLICIES,
-        "pooling": POOLINGS,
+        "norm": NORMS, "activation": ACTIVATIONS, "initializer": INITIALIZERS,
+        "remat": REMAT_POLICIES, "pooling": POOLINGS,
         "attention_gate": ("", "elementwise", "headwise"),
         "attention_score": ("dot", "bilinear", "additive"),
-        "value_residual": ("", "fixed", "learned"),
-        "attention_backend": ("auto", *BACKENDS),
-        "dtype": ("float32", "bfloat16"),
-        "param_dtype": ("float32", "bfloat16"),
-    }.items():
+        "value_residual": ("", "fixed", "learned"), "attention_backend": ("auto", *BACKENDS),
+        "dtype": ("float32", "bfloat16"), "param_dtype": ("float32", "bfloat16"),
+    }.items():  # fmt: skip
         one_of(f"model.{field}", getattr(config, field), names)
 
 

@@ -16,9 +16,8 @@ def matrix(
     names: tuple[str | None, ...], gain: float = 1.0,
 ) -> jax.Array:  # fmt: skip
     """Declares the parameter `kernel`, [*inputs, *outputs], and returns it for use in a product.
-    The returned matrix has the config's `dtype` and is gathered along d_model. Initial values are
-    those of the matrix [prod(inputs), prod(outputs)], times `gain`. `names` are logical axis
-    names."""
+    The result has the config's `dtype` and is gathered along d_model. Initial values are those of
+    the matrix [prod(inputs), prod(outputs)], times `gain`. `names` are logical axis names."""
     cfg = module.config
 
     def init(key, shape, dtype):

@@ -19,11 +19,9 @@ _GEMMA_1 = _GEMMA | {
     "num_attention_heads": 16,
 }  # fmt: skip
 _GEMMA_2 = {
-    **_GEMMA, **llama.LAYER_TYPES,
-    "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
-    "num_attention_heads": 8, "num_key_value_heads": 4,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "query_pre_attn_scalar": 256,
+    **_GEMMA, **llama.LAYER_TYPES, "hidden_size": 2304, "intermediate_size": 9216,
+    "num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4,
+    "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256,
     "sliding_window": optional(int, 4096),
     "final_logit_softcapping": optional(float, 30.0, "logit_soft_cap"),
     "attn_logit_softcapping": optional(float, 50.0, "attention_soft_cap"),

@@ -198,9 +198,8 @@ def _read_olmo3(f: Fields) -> dict:
 
 _QWEN = LAYER_TYPES | {
     "vocab_size": 151936, "intermediate_size": 22016, "num_key_value_heads": optional(int, 32),
-    "max_position_embeddings": 32768, "attention_dropout": 0.0,
-    "use_sliding_window": False, "sliding_window": optional(int, 4096),
-    "max_window_layers": count(28),
+    "max_position_embeddings": 32768, "attention_dropout": 0.0, "use_sliding_window": False,
+    "sliding_window": optional(int, 4096), "max_window_layers": count(28),
 }  # fmt: skip
 _FUSED_GATE = {"gate_up_proj": ("gate", "in"), "down_proj": ("out",)}
 _LLAMA_TOKENS = {"bos_token_id": 1, "eos_token_id": 2}
@@ -219,15 +218,11 @@ _olmo = functools.partial(
 
 FAMILIES = [
     variant("llama", "LlamaForCausalLM", BIASES, special_tokens=_LLAMA_TOKENS),
-    variant(
-        "mistral", "MistralForCausalLM",
-        {
-            "intermediate_size": 14336, "num_key_value_heads": optional(int, 8),
-            "max_position_embeddings": 131072, "sliding_window": optional(int, 4096, "window"),
-            "attention_dropout": 0.0,
-        },
-        special_tokens=_LLAMA_TOKENS,
-    ),
+    variant("mistral", "MistralForCausalLM", {
+        "intermediate_size": 14336, "num_key_value_heads": optional(int, 8),
+        "max_position_embeddings": 131072, "sliding_window": optional(int, 4096, "window"),
+        "attention_dropout": 0.0,
+    }, special_tokens=_LLAMA_TOKENS),
     variant(
         "qwen2", "Qwen2ForCausalLM", _QWEN,
         lambda f: _read_qwen(f) | {"qkv_bias": True}, _write_qwen,
@@ -236,33 +231,23 @@ FAMILIES = [
         "qwen3", "Qwen3ForCausalLM", {**_QWEN, **ATTENTION_BIAS, "head_dim": 128},
         lambda f: _read_qwen(f) | {"qk_norm": True}, _write_qwen,
     ),
-    variant(
-        "smollm3", "SmolLM3ForCausalLM",
-        {
-            **BIASES, **LAYER_TYPES,
-            "vocab_size": 128256, "hidden_size": 2048, "num_hidden_layers": 36,
-            "num_attention_heads": 16, "num_key_value_heads": optional(int, 4),
-            "max_position_embeddings": 32768, "tie_word_embeddings": True,
-            "use_sliding_window": False, "sliding_window": optional(int),
-            "rope_theta": positive(2_000_000.0),
-            "no_rope_layers": optional(list), "no_rope_layer_interval": 4,
-        },
-        _read_smollm3, _write_smollm3,
-        special_tokens={"pad_token_id": 128_004, "bos_token_id": 128_000, "eos_token_id": 128_001},
-    ),
-    variant(
-        "phi3", "Phi3ForCausalLM",
-        {
-            "vocab_size": 32064, "hidden_size": 3072, "intermediate_size": 8192,
-            "max_position_embeddings": 4096, "original_max_position_embeddings": 4096,
-            "sliding_window": optional(int, ours="window"),
-            "rms_norm_eps": positive(1e-5), "resid_pdrop": field(0.0, "dropout"),
-            "partial_rotary_factor": positive(1.0),
-        },
-        _read_phi3, _write_phi3,
-        projections={"qkv_proj": QKV}, feed_forward=functools.partial(gated, names=_FUSED_GATE),
-        special_tokens={"pad_token_id": 32_000, "bos_token_id": 1, "eos_token_id": 32_000},
-    ),
+    variant("smollm3", "SmolLM3ForCausalLM", {
+        **BIASES, **LAYER_TYPES, "vocab_size": 128256, "hidden_size": 2048,
+        "num_hidden_layers": 36, "num_attention_heads": 16,
+        "num_key_value_heads": optional(int, 4), "max_position_embeddings": 32768,
+        "tie_word_embeddings": True, "use_sliding_window": False,
+        "sliding_window": optional(int), "rope_theta": positive(2_000_000.0),
+        "no_rope_layers": optional(list), "no_rope_layer_interval": 4,
+    }, _read_smollm3, _write_smollm3,
+       special_tokens={"pad_token_id": 128_004, "bos_token_id": 128_000, "eos_token_id": 128_001}),
+    variant("phi3", "Phi3ForCausalLM", {
+        "vocab_size": 32064, "hidden_size": 3072, "intermediate_size": 8192,
+        "max_position_embeddings": 4096, "original_max_position_embeddings": 4096,
+        "sliding_window": optional(int, ours="window"), "rms_norm_eps": positive(1e-5),
+        "resid_pdrop": field(0.0, "dropout"), "partial_rotary_factor": positive(1.0),
+    }, _read_phi3, _write_phi3,
+       projections={"qkv_proj": QKV}, feed_forward=functools.partial(gated, names=_FUSED_GATE),
+       special_tokens={"pad_token_id": 32_000, "bos_token_id": 1, "eos_token_id": 32_000}),
     _olmo("olmo2", "Olmo2ForCausalLM", _OLMO_2, lambda f: rotary(f) | _OLMO),
     _olmo("olmo3", "Olmo3ForCausalLM", _OLMO_2 | _OLMO_3, _read_olmo3, write_local_and_global),
 ]  # fmt: skip

@@ -67,33 +67,22 @@ _W123 = {"w1": "gate", "w3": "in", "w2": "out"}
 _GATED = {"gate_proj": "gate", "up_proj": "in", "down_proj": "out"}
 
 FAMILIES = [
-    variant(
-        "mixtral", "MixtralForCausalLM",
-        {
-            **_ROUTER,
-            "intermediate_size": 14336, "num_key_value_heads": optional(int, 8),
-            "max_position_embeddings": 131072, "sliding_window": optional(int, ours="window"),
-            "rms_norm_eps": positive(1e-5), "rope_theta": positive(1_000_000.0),
-            "num_local_experts": 8,
-        },
-        lambda f: rotary(f) | _experts(f, "num_local_experts"),
-        lambda c: write_rotary(c) | _write_experts(c, "num_local_experts"),
-        feed_forward=functools.partial(_weights, "block_sparse_moe", _W123),
-        special_tokens={"bos_token_id": 1, "eos_token_id": 2},
-        aliases={"num_experts": "num_local_experts"},
-    ),
-    variant(
-        "qwen3_moe", "Qwen3MoeForCausalLM",
-        {
-            **_ROUTER, **ATTENTION_BIAS,
-            "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144,
-            "num_hidden_layers": 24, "num_key_value_heads": 4, "max_position_embeddings": 32768,
-            "use_sliding_window": False, "sliding_window": optional(int, 4096),
-            "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8,
-            "norm_topk_prob": False,
-        },
-        _read_qwen3, _write_qwen3,
-        feed_forward=functools.partial(_weights, "mlp", _GATED),
-        aliases={"num_local_experts": "num_experts"},
-    ),
+    variant("mixtral", "MixtralForCausalLM", {
+        **_ROUTER, "intermediate_size": 14336, "num_key_value_heads": optional(int, 8),
+        "max_position_embeddings": 131072, "sliding_window": optional(int, ours="window"),
+        "rms_norm_eps": positive(1e-5), "rope_theta": positive(1_000_000.0),
+        "num_local_experts": 8,
+    }, lambda f: rotary(f) | _experts(f, "num_local_experts"),
+       lambda c: write_rotary(c) | _write_experts(c, "num_local_experts"),
+       feed_forward=functools.partial(_weights, "block_sparse_moe", _W123),
+       special_tokens={"bos_token_id": 1, "eos_token_id": 2},
+       aliases={"num_experts": "num_local_experts"}),
+    variant("qwen3_moe", "Qwen3MoeForCausalLM", {
+        **_ROUTER, **ATTENTION_BIAS, "vocab_size": 151936, "hidden_size": 2048,
+        "intermediate_size": 6144, "num_hidden_layers": 24, "num_key_value_heads": 4,
+        "max_position_embeddings": 32768, "use_sliding_window": False,
+        "sliding_window": optional(int, 4096), "moe_intermediate_size": 768, "num_experts": 128,
+        "num_experts_per_tok": 8, "norm_topk_prob": False,
+    }, _read_qwen3, _write_qwen3, feed_forward=functools.partial(_weights, "mlp", _GATED),
+       aliases={"num_local_experts": "num_experts"}),
 ]  # fmt: skip

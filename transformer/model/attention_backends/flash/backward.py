@@ -45,22 +45,17 @@ def backward(
     of_terms = functools.partial(jax.tree.map, shared.term_spec)
     row = pl.BlockSpec((None, None, 1, T), lambda n, b, j, *_: (b, n, 0, 0))
     call = settings.call(
-        _kernel,
-        name="flash_backward",
-        grid=(heads, batch, S // s),
+        _kernel, name="flash_backward", grid=(heads, batch, S // s),
         in_specs=[
-            *(of_queries(H), of_keys(H), of_keys(V)),
-            jax.tree.map(shared.row_spec, queries),
-            jax.tree.map(functools.partial(shared.row_spec, block=s), keys),
-            of_terms(terms),
+            *(of_queries(H), of_keys(H), of_keys(V)), jax.tree.map(shared.row_spec, queries),
+            jax.tree.map(functools.partial(shared.row_spec, block=s), keys), of_terms(terms),
             *(row, row, of_queries(V)),
         ],
         out_specs=[of_queries(H), of_results(H), of_results(V), of_terms(d_terms)],
         out_shape=[
             settings.like(q_BxNxTxH, (batch, heads, T, H)),
             settings.like(k_BxKxSxH, (batch, heads, S, H)),
-            settings.like(v_BxKxSxV, (batch, heads, S, V)),
-            d_terms,
+            settings.like(v_BxKxSxV, (batch, heads, S, V)), d_terms,
         ],
         scratch_shapes=[
             *(shared.f32(T, H), shared.f32(s, H), shared.f32(s, V)),
@@ -68,7 +63,7 @@ def backward(
             jax.tree.map(lambda x: pltpu.VMEM((s, LANES), x.dtype), keys),
             pltpu.VMEM((s, LANES), jnp.int32) if settings.dropout else None,
         ],
-    )
+    )  # fmt: skip
     qkv = q_BxNxTxH, k_BxKxSxH, v_BxKxSxV
     rows = lse_BxNxT[:, :, None], delta_BxNxT[:, :, None], d_out_BxNxTxV
     d_q, d_k, d_v, d_terms = call(schedule, seed, *qkv, queries, keys, terms, *rows)

@@ -35,14 +35,11 @@ def forward(
     of_keys = shared.head_spec(S, lambda n, i: (lax.div(n, heads // kv_heads), 0))
     row = pl.BlockSpec((None, None, 1, t), lambda n, b, i, *_: (b, n, 0, i))
     call = settings.call(
-        _kernel,
-        name="flash_forward",
-        grid=(heads, batch, T // t),
+        _kernel, name="flash_forward", grid=(heads, batch, T // t),
         in_specs=[
             *(of_queries(H), of_keys(H), of_keys(V)),
             jax.tree.map(functools.partial(shared.row_spec, block=t), queries),
-            jax.tree.map(shared.row_spec, keys),
-            jax.tree.map(shared.term_spec, terms),
+            jax.tree.map(shared.row_spec, keys), jax.tree.map(shared.term_spec, terms),
         ],
         out_specs=[of_queries(V), row],
         out_shape=[
@@ -55,7 +52,7 @@ def forward(
             jax.tree.map(lambda x: pltpu.VMEM((t, LANES), x.dtype), queries),
             pltpu.VMEM((t, LANES), jnp.int32) if settings.dropout else None,
         ],
-    )
+    )  # fmt: skip
     out, lse = call(schedule, seed, q_BxNxTxH, k_BxKxSxH, v_BxKxSxV, queries, keys, terms)
     return out, lse[:, :, 0]
 
