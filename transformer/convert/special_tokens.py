@@ -1,6 +1,5 @@
 """Special tokens in config.json, and in generation_config.json beside it. In config.json, a missing
-field has the family's default, and null means that there is no such token. In a ModelConfig, None
-means that there is no such token."""
+field has the family's default, and null means no such token, as None does in a ModelConfig."""
 
 import warnings
 from collections.abc import Mapping

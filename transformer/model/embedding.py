@@ -1,6 +1,5 @@
 """Embedding and unembedding: from tokens to vectors, and from vectors to logits.
-Shape suffixes: B batch, T length, D d_model, E d_embedding or d_model, V vocabulary, Y token
-types."""
+Shape suffixes: B batch, T length, D d_model, E d_embedding or d_model, V vocabulary, Y types."""
 
 import jax
 import jax.numpy as jnp
@@ -83,10 +82,9 @@ class Head:
         return gathered(self.matrix_VxE.astype(dtype), ("vocab", "embed"))
 
     def accumulate_gradients(self, h_BxTxE, logits_BxTxV, d_BxTxV) -> tuple[jax.Array, "Head"]:
-        """Returns the gradients with respect to h and, in float32, to this head. `d_BxTxV` is the
-        gradient with respect to the logits. The result equals that of autodiff. The sum over tokens
-        is laid out so that the narrow h is transposed instead of the wide logits, which saves a
-        tenth of a small model's step on a CPU."""
+        """Returns the gradients of h and, in float32, of this head, given `d_BxTxV`, that of the
+        logits. They equal those of autodiff. The sum over tokens transposes the narrow h instead of
+        the wide logits, which saves a tenth of a small model's step on a CPU."""
         if self.soft_cap:
             d_BxTxV = d_BxTxV * (1.0 - jnp.square(logits_BxTxV / self.soft_cap))
         d_BxTxV = jax.lax.optimization_barrier(d_BxTxV)  # compute it once for its two uses
@@ -107,8 +105,7 @@ class Unembedding(nn.Module):
     """The head of a language model and its input. The matrix is the tied embedding (J&M eq. 9.45)
     or a separate parameter; the bias is optional. The input is the last hidden state, optionally
     transformed (`head_transform`; Devlin et al. 2019), projected (`d_embedding`) and scaled
-    (`logit_scale`; Raffel et al. 2020), which also divides it by its width relative to the base of
-    `parametrization`."""
+    (`logit_scale`; Raffel et al. 2020), and divided by its width relative to the base."""
 
     config: ModelConfig
 

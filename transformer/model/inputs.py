@@ -1,11 +1,7 @@
-"""Model inputs: token ids, and the position and document of each token.
-
-Shape suffixes: B batch, T length.
-
-No token id has a special meaning: tokens are real unless `segment_ids` or `padding_mask` says not.
-
-Shapes and types are always checked. Values are checked only outside `jax.jit`: a traced array has
-no values, and compiled code never waits for a check."""
+"""Model inputs: token ids, and the position and document of each token. No token id has a special
+meaning: tokens are real unless `segment_ids` or `padding_mask` says not. Shapes and types are
+always checked, but values only outside `jax.jit`: a traced array has no values, and compiled code
+never waits for a check. Shape suffixes: B batch, T length."""
 
 import jax
 import jax.numpy as jnp

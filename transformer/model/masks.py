@@ -93,10 +93,9 @@ def window(size: int) -> Mask:
 
 
 def pairs(mask: Mask, q: Tokens, num_queries: int, num_keys: int):
-    """Returns a name scope for products over all queries and keys: q k^T, and weights v. Of these
-    products, only the share that the mask allows counts as FLOPs (planning/model_flops.py). The
-    scope's name has the numbers of queries and keys, whether the mask is causal, and its window:
-    "pairs.64.64.1.0"."""
+    """Returns a name scope for products over all queries and keys: q k^T, and weights v. Only the
+    share of them that the mask allows counts as FLOPs (planning/model_flops.py). The name has the
+    numbers of queries and keys, whether the mask is causal, and its window: "pairs.64.64.1.0"."""
     causal = mask.causal and q.until_BxT is None
     return jax.named_scope(f"pairs.{num_queries}.{num_keys}.{causal:d}.{mask.window}")
 

@@ -1,8 +1,6 @@
-"""The three model families, built from the same modules. Every family has two methods. `features`
-returns the input of the language-model head, computed from the last hidden state, and the head.
-`__call__` returns the logits.
-Shape suffixes: B batch, S source length, T target length, D d_model, E d_embedding, V
-vocabulary."""
+"""The three model families, built from the same modules. `features` returns the input of the
+language-model head, computed from the last hidden state, and the head; `__call__` the logits.
+Shape suffixes: B batch, S source, T target length, D d_model, E d_embedding, V vocabulary."""
 
 import functools
 import inspect
@@ -30,10 +28,9 @@ _COLLECTIONS = (*WATCHED, "losses", "intermediates")  # the collections that `ap
 
 
 class _Family(nn.Module):
-    """The base of the three families. `params` is the same everywhere in this project: a nested
-    dict of arrays, such as `params["decoder"]["layers"]["feed_forward"]["in"]["kernel"]`. It is
-    what `init`, `load_hf` and `load_run` return, and what `apply`, `sample`, `beam_search` and
-    `save_hf` take."""
+    """The base of the three families. `params` is the same everywhere: a nested dict of arrays,
+    such as `params["decoder"]["layers"]["feed_forward"]["in"]["kernel"]`. `init`, `load_hf` and
+    `load_run` return it; `apply`, `sample`, `beam_search` and `save_hf` take it."""
 
     config: ModelConfig
 

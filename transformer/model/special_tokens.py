@@ -1,8 +1,6 @@
-"""The special tokens of a vocabulary.
-
-They are properties of a vocabulary, not of the network: no layer of a model reads them, and no
-token id marks a token as padding (see inputs.py). They are the defaults of `sample` and
-`beam_search`, and `load_hf` and `save_hf` read and write them."""
+"""The special tokens of a vocabulary. They are properties of a vocabulary, not of the network: no
+layer of a model reads them, and no token id marks a token as padding (see inputs.py). They are the
+defaults of `sample` and `beam_search`, and `load_hf` and `save_hf` read and write them."""
 
 from collections.abc import Sequence
 

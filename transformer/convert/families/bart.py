@@ -58,8 +58,7 @@ _POSITIONS = r"model\.(encoder|decoder)\.embed_positions\.weight"
 _KINDS = {
     "bart": _Kind("BartForConditionalGeneration", source_begins=True),
     "marian": _Kind(
-        "MarianMTModel",
-        {"vocab_size": 58101, "decoder_vocab_size": optional(int)},
+        "MarianMTModel", {"vocab_size": 58101, "decoder_vocab_size": optional(int)},
         {"pad_token_id": 58_100, "eos_token_id": 0, "decoder_start_token_id": 58_100},
         learned=False, constants={_POSITIONS: _sinusoids},
     ),

@@ -80,9 +80,8 @@ _KINDS = {
             "bert.": "distilbert.", "encoder.layer": "transformer.layer",
             "self.query": "q_lin", "self.key": "k_lin", "self.value": "v_lin",
             "attention.output.dense": "attention.out_lin",
-            "attention.output.LayerNorm": "sa_layer_norm",
-            "intermediate.dense": "ffn.lin1", "output.dense": "ffn.lin2",
-            "output.LayerNorm": "output_layer_norm",
+            "attention.output.LayerNorm": "sa_layer_norm", "intermediate.dense": "ffn.lin1",
+            "output.dense": "ffn.lin2", "output.LayerNorm": "output_layer_norm",
             "cls.predictions.transform.dense": "vocab_transform",
             "cls.predictions.transform.LayerNorm": "vocab_layer_norm",
             "cls.predictions.decoder": "vocab_projector",
@@ -199,10 +198,9 @@ def _copies(kind: _Kind, c: ModelConfig) -> tuple[Copy, ...]:
 FAMILIES = [
     Family(
         model_type, f"{kind.title}{'ForPreTraining' if kind.next_sentence else 'ForMaskedLM'}",
-        "encoder", *(functools.partial(f, kind) for f in (_read, _write, _weights)),
-        kind.fields(), table=kind.tensor(_TABLE), special_tokens=kind.special_tokens,
-        prefix=kind.prefix, heads=("cls.", kind.head, "classifier."),
-        copies=functools.partial(_copies, kind),
+        "encoder", *(functools.partial(f, kind) for f in (_read, _write, _weights)), kind.fields(),
+        table=kind.tensor(_TABLE), special_tokens=kind.special_tokens, prefix=kind.prefix,
+        heads=("cls.", kind.head, "classifier."), copies=functools.partial(_copies, kind),
         # The first is 0, 1, 2, ...
         unused=(r".*embeddings\.position_ids", *[r"roberta\.pooler\.dense\..*"] * kind.after_pad),
     )

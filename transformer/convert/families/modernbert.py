@@ -1,6 +1,5 @@
-"""ModernBERT (Warner et al. 2024). A pre-norm encoder with rotary positions and gated
-feed-forwards. By default, every third layer attends globally, and the others attend within a local
-window."""
+"""ModernBERT (Warner et al. 2024): a pre-norm encoder with rotary positions and gated
+feed-forwards. By default, every third layer attends globally, the others within a local window."""
 
 from transformer.convert.family import Family
 from transformer.convert.fields import ACTIVATIONS, Fields, field, optional, positive

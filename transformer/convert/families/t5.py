@@ -97,11 +97,9 @@ _MT5 |= {"feed_forward_proj": "gated-gelu"}
 
 FAMILIES = [
     Family(
-        model_type, f"{model_type.upper()}ForConditionalGeneration", "encoder_decoder",
-        _read, _write, _weights, changed(_FIELDS, changes),
-        table="shared",
-        special_tokens={"pad_token_id": 0, "eos_token_id": 1} | start,
-        aliases={"head_dim": "d_kv"},
+        model_type, f"{model_type.upper()}ForConditionalGeneration", "encoder_decoder", _read,
+        _write, _weights, changed(_FIELDS, changes), table="shared",
+        special_tokens={"pad_token_id": 0, "eos_token_id": 1} | start, aliases={"head_dim": "d_kv"},
         copies=lambda c: _COPIES,
         # Transformers never reads it.
         unused=(r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",),

@@ -1,6 +1,5 @@
 """Inputs of attention backends, and what plain-JAX ones share: logits, and weights times values.
-Shape suffixes: B batch, T query length, S key length, N query heads, K key/value heads, G = N / K,
-H head size."""
+Shape suffixes: B batch, T queries, S keys, N query heads, K key/value heads, G = N / K, H size."""
 
 import dataclasses
 from collections.abc import Callable

@@ -1,15 +1,14 @@
 """Attention in blocks of queries and keys, in plain JAX: memory linear in length.
 
 The output o_j of a query over block j of keys, and the log-sum-exp of its logits (lse_j), suffice
-to combine it with the outputs over other blocks: o = sum_j exp(lse_j - lse) o_j, where exp(lse) =
-sum_j exp(lse_j) (Milakov & Gimelshein 2018; Rabe & Staats 2021). The backward pass recomputes the
-weights of each block from the query's lse (Dao et al. 2022): with D = sum(dO * O), d logits =
-weights * (d weights - D).
+to combine it with other blocks: o = sum_j exp(lse_j - lse) o_j, where exp(lse) = sum_j exp(lse_j)
+(Milakov & Gimelshein 2018; Rabe & Staats 2021). The backward pass recomputes the weights of each
+block from lse (Dao et al. 2022): with D = sum(dO * O), d logits = weights * (d weights - D).
 
 A pair of blocks is computed by an inner object: `Einsum`, or a fused kernel (flash/). The logits of
-`Einsum` and the product of its weights and values come from base.py, and so do their gradients.
-Therefore all masks, soft caps, sinks and dropout are supported, and all position schemes
-whose logits depend on one pair of a query and a key at a time.
+`Einsum` and the product of its weights and values come from base.py, as do their gradients. So it
+supports all masks, soft caps, sinks and dropout, and all position schemes whose logits depend on
+one pair of a query and a key at a time.
 
 Shape suffixes: B batch, T query length, S key length, N query heads, K key/value heads, H head
 size (of values: V), I blocks of queries, J blocks of keys, t queries per block, s keys per block.

@@ -8,11 +8,10 @@ from transformer.model.attention_backends.base import Inputs, logits, read
 
 
 def reference(q_BxTxNxH, k_BxSxKxH, v_BxSxKxH, inputs: Inputs) -> jax.Array:
-    """Returns softmax(scale q k^T + bias) v over unmasked keys (Vaswani et al. 2017, eq. 1). The
-    softmax is in float32. With `soft_cap` c, the logits become c tanh(logits / c). With `sink_N`,
-    each head has an additional logit, whose value vector is zero. Masked keys have exactly zero
-    weight. The output of a query without keys is zero, with finite gradients. Memory: B N T S
-    numbers."""
+    """Returns softmax(scale q k^T + bias) v over unmasked keys (Vaswani et al. 2017, eq. 1), in
+    float32. With `soft_cap` c, the logits become c tanh(logits / c). With `sink_N`, each head has
+    an additional logit, whose value vector is zero. Masked keys have exactly zero weight. The
+    output of a query without keys is zero, with finite gradients. Memory: B N T S numbers."""
     logits_BxNxTxS, mask_BxTxS = logits(q_BxTxNxH, k_BxSxKxH, inputs)
     return read(softmax(logits_BxNxTxS, mask_BxTxS, inputs), v_BxSxKxH, inputs, mask_BxTxS)
 

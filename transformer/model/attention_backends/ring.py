@@ -1,5 +1,4 @@
-"""Ring attention: shards sequences over devices, and passes keys and values around a ring of
-devices (Liu, Zaharia & Abbeel 2023).
+"""Ring attention (Liu et al. 2023): shards sequences, and passes keys and values around a ring.
 
 Each device holds a shard of the queries. In each step, it processes the keys and values of one
 device, then passes them on. Running statistics and gradients are those of blockwise.py. The

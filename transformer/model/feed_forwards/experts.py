@@ -6,9 +6,8 @@ over these experts if `normalize` is set (Mixtral), or unchanged (Switch). With 
 experts, the output of a feed-forward that all tokens use is added (Dai et al. 2024, "DeepSeekMoE").
 
 With `bias_rate` (auxiliary-loss-free balancing; Wang et al. 2024, arXiv:2408.15664), the K experts
-are those with the largest p + b. The weights do not contain b, which no gradient of the loss
-changes. After each step, b_e <- b_e + bias_rate sign(mean load - load of e), where the load is the
-number of choices in the whole batch.
+are those with the largest p + b. The weights do not contain b, which no gradient changes. After
+each step, b_e <- b_e + bias_rate sign(mean load - load of e), where loads count a batch's choices.
 
 Tokens are dispatched to experts in one of two ways:
 
@@ -23,8 +22,8 @@ capacity (`capacity_factor` > 0): In a sequence of T tokens, each expert has
     collectives move tokens to their experts' devices and back.
 
 Shape suffixes: B batch, T length, D d_model, F d_ff (of one expert), E experts, K experts per
-token, C capacity slots per expert and sequence, n pairs of a token and one of its experts, I and O
-the input and output sizes of a matrix."""
+token, C capacity slots per expert and sequence, n pairs of a token and one of its experts, I inputs
+and O outputs of a matrix."""
 
 import functools
 import math

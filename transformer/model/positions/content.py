@@ -3,8 +3,7 @@ depend on positions together with queries and keys. All schemes but CoPE are fun
 and content, which `terms` describes to fused kernels. Learned distances range from -`max_distance`
 to `max_distance`; longer ones share the last. In equations, e_ts is the logit of query t and key s,
 and w_ts is their attention weight.
-Shape suffixes: B batch, T query length, S key length, N heads, H head size, R distances, D
-d_model."""
+Shape suffixes: B batch, T queries, S keys, N heads, H head size, R distances, D d_model."""
 
 from typing import ClassVar
 

@@ -17,8 +17,7 @@ from transformer.model.positions.base import Position, declare, fact, option, pe
 class Kerple(Position):
     """logits - r_n log(1 + a_n d), the logarithmic kernel of Chi et al. (2022, "KERPLE").
 
-    r_n, a_n > 0 are learned for each head. The layers of a stack share them; in the authors' code,
-    each layer has its own.
+    r_n, a_n > 0 are learned for each head. A stack's layers share them, unlike in their code.
 
     Parameters: 2 * num_heads per stack.
     Beyond the training length: extrapolates; the logarithm flattens."""
