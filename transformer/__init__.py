@@ -1,17 +1,14 @@
 """Transformers in JAX and Flax: one model for every architecture, one command for every machine.
 
 from transformer import ModelConfig, build_model
-
 model = build_model(ModelConfig(family="decoder", vocab_size=8192))
 params = model.init(key, tokens)
 logits = model.apply(params, tokens)
 
 import transformer
-
 run = transformer.train("experiments/quickstart.py", "runs/quickstart")
 print(transformer.evaluate(run))
-print(transformer.generate(run, ["Where is the library?"]))
-"""
+print(transformer.generate(run, ["Where is the library?"]))"""
 
 from transformer.version import __version__
 
@@ -62,11 +59,8 @@ _MODULES = {
     "transformer.training.state": ("TrainState", "abstract_state", "init_state"),
     "transformer.training.step": ("make_train_step",),
 }
-"""Module -> the public names that it defines.
-
-A module is imported when one of its names is first used, because importing JAX and Flax takes a
-second and `python -m transformer --help` needs neither.
-"""
+"""Module -> the public names that it defines. A module is imported when one of its names is first
+used: importing JAX and Flax takes a second, and `python -m transformer --help` needs neither."""
 
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -1,8 +1,6 @@
 """The command line as a process: `python -m transformer` or the installed script `transformer`.
-
 Ctrl-C ends the process at any time, with one line and exit code 130. Errors that one line describes
-print no traceback unless TRANSFORMER_TRACEBACKS=1. All other errors print their traceback.
-"""
+print a traceback only if TRANSFORMER_TRACEBACKS=1; all other errors always do."""
 
 import contextlib
 import functools
@@ -36,18 +34,16 @@ def run() -> None:
     finally:  # also after --help, which raises SystemExit
         flush()
     if code not in (0, 143):
-        # Not sys.exit: Orbax threads that wait for the main thread may block it, and Python kills
-        # itself with SIGINT if an interrupt has passed through exec(). All results are on disk
-        # when `main` returns. 143 means that several processes stop together; they exit normally.
+        # Not sys.exit: Orbax threads may block it, and Python kills itself with SIGINT after an
+        # interrupt in exec(). All results are on disk. With 143, several processes exit normally.
         os._exit(code)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is left to clean up
     sys.exit(code)
 
 
 def _interrupt(signum, frame) -> None:
-    """Raises KeyboardInterrupt, or ends the process at once where an exception would do harm. An
-    extension module that is being imported turns the exception into an ImportError or crashes. The
-    threads that serve an event loop (Orbax reads checkpoints in one) would wait forever."""
+    """Raises KeyboardInterrupt, or ends the process if an exception would do harm: the import of an
+    extension module may crash, and threads that serve an event loop (as in Orbax) wait forever."""
     while frame is not None:
         if frame.f_code.co_filename.startswith("<frozen importlib") or (
             os.path.basename(os.path.dirname(frame.f_code.co_filename)) == "asyncio"

@@ -38,13 +38,8 @@ def train(
       workdir: the run directory.
       overrides: fields to change, such as `{"model.d_model": 256}`.
 
-    Returns:
-      The run. Its `step` is less than `config.train.steps` if SIGTERM or Ctrl-C stopped it. Call
-      `train` again to resume.
-
-    Raises:
-      UserError (a ValueError): the experiment is invalid, or `workdir` contains a run of another.
-    """
+    The run's `step` is less than `config.train.steps` if SIGTERM or Ctrl-C stopped it. Raises
+    UserError (a ValueError) if the experiment is invalid, or not that of the run in `workdir`."""
     if isinstance(experiment, str | os.PathLike):
         config = load_experiment(os.fspath(experiment), overrides)
     else:
@@ -56,16 +51,11 @@ def train(
 
 
 def load_run(workdir: str | os.PathLike, overrides: Mapping[str, Any] = NOTHING) -> LoadedRun:
-    """Loads the last checkpoint of a run.
+    """Loads the last checkpoint of a run, from its run directory.
 
-    Args:
-      workdir: the run directory.
-      overrides: fields of `decoding`, `mesh`, `platform` and `seed` to change, such as
-        `{"decoding.beam_size": 4, "mesh.data": 8}`. By default, the mesh is one device.
-
-    Raises:
-      UserError (a ValueError): there is no run, or it has no undamaged checkpoint.
-    """
+    `overrides` changes fields of `decoding`, `mesh`, `platform` and `seed`, such as
+    `{"decoding.beam_size": 4, "mesh.data": 8}`. By default, the mesh is one device. Raises
+    UserError (a ValueError) if there is no run, or it has no undamaged checkpoint."""
     config, mesh = run_mesh(run_config(workdir, overrides), overrides)
     with use(mesh):
         return load_trained(workdir, config, mesh)
@@ -74,12 +64,8 @@ def load_run(workdir: str | os.PathLike, overrides: Mapping[str, Any] = NOTHING)
 def evaluate(run: AnyRun, part: str = "test") -> dict[str, Any]:
     """Evaluates a run on its held-out text and returns the metrics by name.
 
-    Args:
-      run: a run from `load_run`, or a run directory.
-      part: "test" or "valid".
-
-    The metrics are also written to the run directory, as by `python -m transformer evaluate`.
-    """
+    `run` is a run from `load_run`, or a run directory; `part` is "test" or "valid". The metrics are
+    also written to the run directory, as by `python -m transformer evaluate`."""
     if part not in ("test", "valid"):
         raise UserError(f"part: {part!r} is neither 'test' nor 'valid'")
     run = run if isinstance(run, LoadedRun) else load_run(run)
@@ -88,15 +74,12 @@ def evaluate(run: AnyRun, part: str = "test") -> dict[str, Any]:
 
 
 def generate(run: AnyRun, texts: Sequence[str], **decoding: Any) -> list[str]:
-    """Translates texts (encoder-decoder) or continues them (decoder).
+    """Translates texts (encoder-decoder) or continues them (decoder). Returns one output per text.
 
     Args:
       run: a run from `load_run`, or a run directory.
       texts: the inputs. Those that exceed `model.max_length` are truncated.
       **decoding: fields of `config.decoding` to change, such as `temperature=0.8`.
-
-    Returns:
-      One output per text.
     """
     check_texts(texts)
     run = run if isinstance(run, LoadedRun) else load_run(run)
@@ -114,10 +97,8 @@ def score(run: AnyRun, texts: Sequence[str], contexts: Sequence[str] = ()) -> li
       texts: the texts. Their end-of-text token is not scored.
       contexts: the text before each (decoder), or its source (encoder-decoder); default: none.
 
-    Returns:
-      For each text: `logp`, float32[tokens] in nats; `is_greedy`, whether each token is the most
-      likely one; and `pieces`, the tokens for display.
-    """
+    Returns for each text: `logp`, float32[tokens] in nats; `is_greedy`, whether each token is the
+    most likely one; and `pieces`, the tokens for display."""
     check_texts(texts)
     check_texts(contexts, "contexts")
     contexts = contexts if len(contexts) else [""] * len(texts)

@@ -1,7 +1,5 @@
 """Validation that all configs share. Each error is one line with the field, the value and a fix.
-
-`@strict(section, effects)` turns a dataclass into a config. Other functions check single fields.
-"""
+`@strict(section, effects)` turns a dataclass into a config. Other functions check single fields."""
 
 import dataclasses
 import functools
@@ -81,9 +79,8 @@ class Effect:
 
 
 def refuse_without_effect(section: str, config, effects: tuple[Effect, ...], arguments) -> None:
-    """Raises UserError for a field that is set, differs from its default and has no effect.
-    `arguments` holds the constructor's arguments. A field that the config resolves itself
-    (`config.resolved`: field -> value) may also have the resolved value."""
+    """Raises UserError for a field without effect that is set in the constructor's `arguments`,
+    unless its value is the default or that of `config.resolved` (field -> value)."""
     resolved = getattr(config, "resolved", {})
     for effect in effects:
         if effect.when(config):
@@ -104,14 +101,12 @@ def refuse_without_effect(section: str, config, effects: tuple[Effect, ...], arg
 
 
 def strict(section: str, effects: tuple[Effect, ...] = ()):
-    """Returns a class decorator that turns a dataclass into a config.
+    """Returns a class decorator that turns a dataclass into the config `section` of an experiment.
 
-    The constructor raises UserError for an unknown field (with the nearest name), a missing field,
+    Its constructor raises UserError for an unknown field (with the nearest name), a missing field,
     a field given twice, a value of another type than annotated, a float that float32 cannot hold,
-    and a field without effect. `section` is the config's name in an experiment.
-
-    As in JSON, integers are accepted for floats, lists for tuples, mappings for configs or choices.
-    """
+    and a field without effect. As in JSON, integers are accepted for floats, lists for tuples,
+    mappings for configs or choices."""
 
     def decorate(cls):
         init, hints = cls.__init__, functools.cache(lambda: typing.get_type_hints(cls))
@@ -180,8 +175,7 @@ def coerce(value, kind, path: str):
 
 
 def in_float32(path: str, value) -> None:
-    """Raises UserError for a number that is 0 or infinite in float32, the type of all computations.
-    Subnormal numbers count as 0, because accelerators flush them to 0."""
+    """Raises UserError for a number that is infinite, 0 or subnormal (flushed to 0) in float32."""
     if isinstance(value, float) and value and math.isfinite(value):
         smallest, largest = (float(getattr(np.finfo(np.float32), name)) for name in ("tiny", "max"))
         if not smallest <= abs(value) <= largest:
@@ -257,6 +251,5 @@ def build_choice(field: str, table: dict[str, type], spec: str | Mapping, is_opt
 
 
 def is_zero(number) -> bool:
-    """Returns whether `number` is statically known to be 0. A traced argument never is: it differs
-    between runs of one program (lab/together.py)."""
+    """Returns whether `number` is known to be 0. Traced numbers, which vary by run, never are."""
     return isinstance(number, (int, float)) and number == 0

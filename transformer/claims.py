@@ -1,10 +1,7 @@
 """Claims: locks that keep two processes from working on the same run.
-
-A claim is a file that names its holder. The holder updates the file's modification time every few
-seconds. A claim is dead if its process has ended, which is detected at once on the same machine, or
-if it has not been renewed for `STALE` seconds. The file is created exclusively, so claims work on
-local file systems and on shared ones (NFS 3 and later).
-"""
+A claim is a file that names its holder, which updates its modification time every few seconds. A
+claim is dead if its process has ended (detected at once on the same machine), or if it was not
+renewed for `STALE` seconds. Files are created exclusively, even on shared disks (from NFS 3 on)."""
 
 import contextlib
 import dataclasses
@@ -80,10 +77,8 @@ def _began(pid: int) -> str:
 
 
 _alone: dict[Path, float] = {}
-"""Claim file -> when this process last verified that no other process had held the claim.
-
-If this one was then suspended for long (Ctrl-Z), another may have taken and released it.
-"""
+"""Claim file -> when this process last verified that no other process had held the claim. If this
+one was then suspended for long (Ctrl-Z), another may have taken and released it."""
 
 
 class Claim:
@@ -202,9 +197,8 @@ def start_renewing(claims: Sequence[Claim]) -> Callable[[], None]:
 
 @contextlib.contextmanager
 def holding(claims: Sequence[Claim]) -> Iterator[None]:
-    """Holds all these claims while the context is open. Raises UserError, which names the holder,
-    if a living process holds one. One on another machine is not visible: prints a line and waits
-    until the claim is renewed (the holder is alive) or is stale (the holder is dead)."""
+    """Holds these claims. Raises UserError, with the holder, if a living process holds one. For a
+    holder on another machine, prints a line and waits until the claim is renewed or stale."""
     with contextlib.ExitStack() as taken:
         for claim in claims:
             last_age, deadline, announced = claim.age(), time.monotonic() + 2 * STALE, False

@@ -67,16 +67,14 @@ def _print_error(line: str) -> None:
 
 
 def _exit_if_distributed(code: int, error: Exception | None = None) -> None:
-    """Ends this process at once if it is one of several. A normal exit would wait for the others,
-    which may be waiting for this one. They end too."""
+    """Ends this process at once if it is one of several, without waiting for the others."""
     jax = sys.modules.get("jax")
     if jax is not None and jax.distributed.is_initialized():
         if error is not None:
             from transformer.parallel.processes import exit_after_loss, is_lost_process
 
             if is_lost_process(error) and not tracebacks():
-                # Meanwhile, the thread that watches connections may name the lost process.
-                time.sleep(3)
+                time.sleep(3)  # the thread that watches connections may name the lost process
                 exit_after_loss("another process of this run")
             with contextlib.suppress(OSError):
                 traceback.print_exception(error)

@@ -22,12 +22,9 @@ NOTHING: Mapping[str, str] = types.MappingProxyType({})
 
 
 def load_experiment(file: str, overrides: Mapping[str, str] = NOTHING) -> Experiment:
-    """Loads the experiment of `FILE.py[:ARG][:ARM]` and applies dotted overrides.
-
+    """Loads the experiment of `FILE.py[:ARG][:ARM]`, with overrides like {"model.d_model": "256"}.
     FILE.py defines `get_config()` or `get_config(arg)`, which returns a ConfigDict or a dict. ARM
-    is an arm of its `sweep()` or `sweep(arg)`. `file` may also be the `config.json` of a run. An
-    override looks like `{"model.d_model": "256"}`.
-    """
+    is an arm of its `sweep()` or `sweep(arg)`. `file` may also be the `config.json` of a run."""
     return build(Experiment, load_tree(file), overrides)
 
 

@@ -56,8 +56,7 @@ def new_folder(folder: Path, keep: bool = False) -> Iterator[Path]:
 
 
 def write_atomic(file: Path, content: str | bytes) -> None:
-    """Writes `content` (text as UTF-8) atomically: to a temporary file that is renamed into place.
-    Nothing is left if writing fails. Special files (a pipe, /dev/stdout) are written directly."""
+    """Writes `content`, text as UTF-8, atomically. Writes directly to special files (pipes)."""
     data, file = content.encode("utf-8") if isinstance(content, str) else content, file.resolve()
     if file.exists() and not file.is_file():
         file.open("wb", buffering=0).write(data)

@@ -1,5 +1,4 @@
 """Runs as models of EleutherAI's lm-evaluation-harness (extra [eval]).
-
 Example:
 
     from transformer.harness import HarnessLM
@@ -128,9 +127,8 @@ class HarnessLM(TemplateLM):
 def evaluate_tasks(
     run: LoadedRun, tasks: Sequence[str], include_path: Path | None = None, **options
 ) -> str:
-    """Evaluates a run on tasks of the harness and returns a table of the results. `options` are
-    those of `lm_eval.simple_evaluate`. Writes the results and the samples to `tasks.json` in the
-    run directory, and the metrics to `metrics.jsonl` as `tasks/TASK/METRIC`."""
+    """Evaluates a run with `options` of `lm_eval.simple_evaluate` and returns a table. Writes
+    `tasks.json` (results, samples), and the metrics to `metrics.jsonl` as `tasks/TASK/METRIC`."""
     if not tasks:
         raise UserError("--tasks: names no task")
     manager = TaskManager(include_path=str(include_path) if include_path else None)

@@ -11,9 +11,8 @@ from transformer.errors import UserError, nearest
 
 
 def from_mapping(cls, values: Mapping, path: str = "", root: type | None = None):
-    """Builds the dataclass `cls` from a nested mapping. `path` is the prefix of field names in
-    errors. `root` is the outermost dataclass, which is searched for a misplaced field. Raises
-    UserError for unknown keys and values of the wrong type."""
+    """Builds the dataclass `cls` from a nested mapping. `path` precedes field names in errors.
+    `root` is searched for a misplaced field. Raises UserError for unknown keys and wrong types."""
     if isinstance(values, cls):
         return values
     values, root = to_mapping(values), root or cls
@@ -42,8 +41,7 @@ def way_out(key: str, fields: Mapping, root: type) -> str:
 
 
 def to_mapping(value):
-    """Returns a config or a ConfigDict as nested dicts and lists, ready for JSON. `from_mapping` is
-    the inverse for configs."""
+    """Returns a config or a ConfigDict as nested dicts and lists, ready for JSON."""
     if dataclasses.is_dataclass(value):
         return {f.name: to_mapping(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if hasattr(value, "items"):
@@ -64,9 +62,8 @@ def build(cls, tree: dict, overrides: Mapping[str, str]):
 
 
 def override(tree: dict, dotted: str, value, root: type, prefix: str = "--config.") -> None:
-    """Sets the field `dotted` in the nested dicts of a config. A string value is parsed like
-    command-line text. Types are checked when the dataclasses are built. `prefix` is the prefix of
-    the field in errors. Raises UserError for an unknown field."""
+    """Sets the field `dotted` in the nested dicts of a config, to a parsed value if it is a string.
+    `prefix` precedes the field in errors. Raises UserError for an unknown field."""
     cls, *parents, last = root, *dotted.split(".")
     node, path = tree, ""
     for key in parents:
@@ -107,8 +104,7 @@ def _parse(text: str, kind):
         return tuple(_parse(part, typing.get_args(kind)[0]) for part in parts)
     spelled = {"true": "True", "false": "False", "none": "None"}.get(text.lower(), text)
     try:
-        # Text such as "1if" or an invalid escape sequence causes warnings.
-        with warnings.catch_warnings(action="ignore"):
+        with warnings.catch_warnings(action="ignore"):  # of text such as "1if" or invalid escapes
             return ast.literal_eval(spelled)
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
         return text  # not a literal, or nested too deeply for Python's parser

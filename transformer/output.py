@@ -1,7 +1,5 @@
 """Text for people: colors, plurals, elapsed time; streams that close early; redundant tracebacks.
-
-A stream may be closed before a command begins (`train >&-`) or ends (`train | head`).
-"""
+A stream may be closed before a command begins (`train >&-`) or ends (`train | head`)."""
 
 import contextlib
 import logging
@@ -78,9 +76,8 @@ def survive_closed_readers() -> Iterator[None]:
 
 
 def suppress_redundant_tracebacks() -> None:
-    """Suppresses output about errors that the main thread also raises. If a checkpoint cannot be
-    written, each Orbax thread logs a traceback. If an array cannot be read or written, Orbax closes
-    the event loop under all others, and each prints a traceback."""
+    """Suppresses output about errors that the main thread also raises. After a failed read or write
+    of a checkpoint, each Orbax thread and each closed event loop prints a traceback."""
     handler = logging.StreamHandler()
 
     def is_new(record: logging.LogRecord) -> bool:

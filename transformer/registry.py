@@ -4,13 +4,10 @@ A registry imports the modules of its package at the first lookup. A new file in
 therefore needs no other change, and the base module never imports the modules that depend on it.
 
 Plugins are code outside this package. An experiment file, or a module that it imports, registers a
-class with the same decorator as this package does, for example
-`@transformer.SCHEMES.register("name")`. A run directory keeps a copy of that file in `plugins/`, so
-that every later command on the directory finds the class.
-
-An installed package lists a module that registers its classes as an entry point of the group
-`transformer.plugins` (docs/extending/index.md).
-"""
+class with the same decorator as this package does, such as `@transformer.SCHEMES.register("name")`.
+A run directory keeps a copy in `plugins/`, so that every later command finds the class. An
+installed package lists a module that registers its classes as an entry point of the group
+`transformer.plugins` (docs/extending/index.md)."""
 
 import dataclasses
 import functools
@@ -44,9 +41,8 @@ class Registry(Mapping[str, type]):
 
     @dataclass_transform(frozen_default=True)
     def register(self, name: str) -> Callable[[C], C]:
-        """Returns a class decorator that registers a class as `name`, and makes it a dataclass. Its
-        fields are the options that a config may set. A new definition of a class replaces the old.
-        Raises UserError if another has the name."""
+        """Returns a decorator that registers a class as `name` and makes it a dataclass of options.
+        A new definition replaces the old. Raises UserError if another class has the name."""
         file = sys._getframe(1).f_globals.get("__file__")
 
         def add(cls: C) -> C:

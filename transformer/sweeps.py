@@ -1,12 +1,10 @@
 """Sweeps: a small algebra over dotted fields of an experiment.
-
 An experiment file may define `sweep()` beside `get_config()`, as experiments/ablation.py does:
 
     return Sweep(product(vary("model.norm_placement", "pre", "post"), vary("model.d_ff", 64, 96)))
 
 An arm is one setting of the varied fields. It has a name (`post-d_ff=96`) and is trained once per
-seed. All arms use the same seeds, and therefore the same data in the same order.
-"""
+seed. All arms use the same seeds, and therefore the same data in the same order."""
 
 import dataclasses
 import itertools
@@ -55,9 +53,8 @@ def vary(field: str, *values, **named) -> Grid:
 
 
 def scan(field: str, low: float, high: float, points: int) -> Grid:
-    """Varies one number over `points` values, spaced geometrically from `low` to `high`. Values are
-    rounded to two significant digits, and to integers if `low` and `high` are integers. Duplicates
-    are removed. Example: scan("optimizer.learning_rate", 1e-4, 1e-1, 7)."""
+    """Varies one number over up to `points` geometrically spaced values, rounded to two digits, and
+    to integers if `low` and `high` are. Example: scan("optimizer.learning_rate", 1e-4, 1e-1, 7)."""
     if not 0 < low < high or points < 2:
         way_out = "use 0 < low < high and at least 2 points"
         raise UserError(f"sweep: scan({field!r}, {low}, {high}, {points}): {way_out}")
@@ -150,8 +147,7 @@ def tuned(field: str, low: float, high: float, points: int = 5, more: int = 2) -
     as b2: on a log scale of 1 - b2). Then `more` values follow, one by one: beyond the grid if the
     best value is at its edge, otherwise halfway between the best value and its better neighbor. All
     arms try equally many values. They are rounded to two digits, and to integers if `low` is one.
-    Example: tuned("optimizer.learning_rate", 1e-3, 3e-2).
-    """
+    Example: tuned("optimizer.learning_rate", 1e-3, 3e-2)."""
     return Tuned(field, low, high, points, more)
 
 
@@ -162,26 +158,19 @@ RESERVED = ("claims", "logs", "report", "tuning", "tuned")  # folders in a sweep
 class Sweep:
     """A study: arms, seeds, and how to compare the arms.
 
-    `metric` is the primary metric, by which arms are compared. It has its name in metrics.jsonl,
-    such as `test/loss` or `test/bleu`. `match` makes arms equal to the baseline in "parameters" or
-    "flops" by adjusting d_ff, or in "time" by adjusting the number of steps.
-
     `declared` maps each property in which arms may differ, although no varied field sets it, to a
     reason: parameters, flops, attention, data, tokenizer or warmup (lab/guard.py). Example:
-    {"parameters": "T5's bias has 128 numbers"}.
-
-    Two arms that build the same programs are an error unless one of them is a control. `controls`
-    maps such arms to reasons. Example: {"again": "another spelling must give the same numbers"}.
-    """
+    {"parameters": "T5's bias has 128 numbers"}. Two arms that build the same programs are an error
+    unless one is a control. `controls` maps such arms to reasons: {"again": "other spelling"}."""
 
     grid: Grid
     question: str = ""
     baseline: str = ""  # name of an arm; "": the first
     seeds: int | tuple[int, ...] = 3
-    metric: str = "test/loss"
+    metric: str = "test/loss"  # the primary metric, by which arms are compared
     higher_is_better: bool | None = None  # None: as the metric's name implies
     declared: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    match: str = ""
+    match: str = ""  # to the baseline: parameters, flops (both by d_ff), or time (by steps)
     controls: Mapping[str, str] = dataclasses.field(default_factory=dict)
     tune: Tuned | tuple[Tuned, ...] = ()
     tune_seeds: int = 1

@@ -1,12 +1,10 @@
 """Beam search with the length penalty of Wu et al. 2016.
-
 Shape suffixes: B batch, K beams, L generated length, V vocabulary.
 
 The score of an ended hypothesis y is log p(y) / ((5 + |y|) / 6)^alpha (Wu et al. 2016, eq. 14;
-Vaswani et al. 2017, sec. 6.1), where |y| includes eos. The K best ended hypotheses of each sequence
-are stored apart from its live beams. The search of a sequence stops when no live beam can beat the
-worst of these hypotheses. So its result does not depend on the other sequences of the batch.
-"""
+Vaswani et al. 2017, sec. 6.1), where |y| includes eos. The K best ended hypotheses of a sequence
+are stored apart from its live beams. Its search stops when no live beam can beat the worst of them,
+so its result does not depend on the other sequences of the batch."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -90,14 +88,9 @@ def beam_search(
     """Returns the best hypotheses, int32[B, K, max_new], and scores, float32[B, K]; best first.
 
     Missing hypotheses have a score of -1e9. If no hypothesis of a sequence has ended within its
-    limit, its live ones are returned, scored in the same way.
-
-    Args:
-      beam_size: K, the number of hypotheses that are extended and returned.
-      alpha: the exponent of the length penalty. 0: none; larger values favor longer hypotheses.
-
-    The other arguments and the errors are those of `sample`.
-    """
+    limit, its live ones are returned, scored in the same way. `beam_size` is K. `alpha` is the
+    exponent of the length penalty; 0: none; larger values favor longer hypotheses. The other
+    arguments and the errors are those of `sample`."""
     check_numbers("", max_new=max_new, beam_size=beam_size, alpha=alpha)
     inputs = source_BxS, prompt_mask_BxP, source_mask_BxS
     logits_BxV, memory, read = begin(model, params, prompt_BxP, limits_B, max_new, *inputs)

@@ -50,8 +50,7 @@ _RANGES = {
 
 
 def check_numbers(section: str, **numbers) -> None:
-    """Raises UserError for a number of wrong type or range, of a config or of `beam_search`.
-    `section` precedes the name in the message. A traced number has no value and is not checked."""
+    """Raises UserError for a number of wrong type or range. Traced numbers are not checked."""
     for name, value in numbers.items():
         if isinstance(value, jax.core.Tracer):
             continue

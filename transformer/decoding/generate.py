@@ -115,8 +115,7 @@ class Generator:
                 limits[r] = min(decoding.max_extra, max_length - len(tokens))
         numbers = np.resize(np.asarray(numbers, np.uint32), batch_size) + np.uint32(self._calls)
         if width not in self._compiled:
-            # Outputs are replicated, so that each of several processes can read them.
-            sharding = jax.tree.leaves(self.params)[0].sharding
+            sharding = jax.tree.leaves(self.params)[0].sharding  # replicated: all processes read it
             is_on_mesh = isinstance(sharding, NamedSharding)
             replicated = NamedSharding(sharding.mesh, P()) if is_on_mesh else None
             decode = functools.partial(self._decode, max_new=self._max_new(width))
@@ -138,8 +137,7 @@ class Generator:
             prompt = jnp.full((inputs.shape[0], 1), self.tokenizer.bos, jnp.int32)
             masks = {"prompt_mask_BxP": jnp.ones_like(prompt, bool), "source_mask_BxS": real}
         eos_ids, pad = self.config.model.eos_ids or (self.tokenizer.eos,), self.tokenizer.pad
-        # A pad token within a text could not be distinguished from its end.
-        suppressed = () if pad in eos_ids else (pad,)
+        suppressed = () if pad in eos_ids else (pad,)  # within a text, pad would mean its end
         shared = {"max_new": max_new, "source_BxS": source, **masks}
         shared |= {"eos_id": eos_ids, "pad_id": pad, "suppress_tokens": suppressed}
         if decoding.beam_size > 1:

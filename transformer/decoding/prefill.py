@@ -1,7 +1,5 @@
 """The first and the following steps of decoding, and the tokens that end it, for all generators.
-
-Shape suffixes: B batch, S source length, P prompt length, V vocabulary.
-"""
+Shape suffixes: B batch, S source length, P prompt length, V vocabulary."""
 
 import dataclasses
 import functools
@@ -61,14 +59,11 @@ def prefill(
     source_BxS: jax.Array | None = None, prompt_mask_BxP: jax.Array | None = None,
     source_mask_BxS: jax.Array | None = None,
 ) -> tuple[jax.Array, DecodeState]:  # fmt: skip
-    """Reads the prompts. Returns the logits of the next token, [B, V], and the memory.
-
-    The masks are True where a token is real; by default, every token is. Prompts of unequal length
-    are padded on the left, sources on the right. The memory has room for `slots` tokens, including
-    the prompt. Raises UserError for arrays of the wrong shape or type, for a prompt mask with
-    padding on the right (if its values are known, that is, outside `jax.jit`), and for more slots
-    than the model has positions.
-    """
+    """Reads the prompts. Returns the logits of the next token, [B, V], and the memory, with room
+    for `slots` tokens including the prompt. The masks are True at real tokens (default: all).
+    Prompts of unequal length are padded on the left, sources on the right. Raises UserError for
+    arrays of the wrong shape or type, for a prompt mask with padding on the right (if its values
+    are known, that is, outside `jax.jit`), and for more slots than the model has positions."""
     _check(model, prompt_BxP, source_BxS)
     if slots < prompt_BxP.shape[1]:
         problem = f"{slots} are fewer than the {prompt_BxP.shape[1]} tokens of the prompt"
@@ -162,6 +157,5 @@ class Ending:
         """The scores [..., V], with those of suppressed tokens set to `never`."""
         if not self.suppressed:
             return scores_V
-        # A mask is fused with the operations around it; setting entries copies the scores.
-        mask_V = np.isin(np.arange(scores_V.shape[-1]), self.suppressed)
+        mask_V = np.isin(np.arange(scores_V.shape[-1]), self.suppressed)  # fused, unlike .at[].set
         return jnp.where(mask_V, never, scores_V)

@@ -1,12 +1,10 @@
 """Greedy decoding and sampling: token by token, until each sequence reaches eos or its limit.
+Shape suffixes: B batch, P prompt length, L generated length, V vocabulary.
 
 A temperature of 0 selects the most likely token. Any other divides the logits, and the next token
 is drawn from the `top_k` most likely ones, or from the fewest that hold `top_p` of the probability.
 Each sequence has its own key, so its tokens do not depend on the rest of the batch. All tokens may
-be generated, also pad, except `suppress_tokens`. A sequence with a limit of 0 or less gets none.
-
-Shape suffixes: B batch, P prompt length, L generated length, V vocabulary.
-"""
+be generated, also pad, except `suppress_tokens`. A sequence with a limit of 0 or less gets none."""
 
 import functools
 from collections.abc import Sequence
@@ -31,8 +29,6 @@ def sample(
 ) -> jax.Array:  # fmt: skip
     """Continues each prompt up to eos or `limits_B` tokens, then pads: int32[B, max_new].
 
-    B is the number of sequences, P the length of the longest prompt, S that of the longest source.
-
     Args:
       model, params: a decoder or an encoder-decoder, and its parameters.
       prompt_BxP: token ids, padded on the left. None starts an encoder-decoder with the
@@ -47,11 +43,9 @@ def sample(
       prompt_mask_BxP, source_mask_BxS: True at real tokens. Default: all True.
       temperature, top_k, top_p: see the top of this module. 0, 0 and 1 are off.
 
-    Raises:
-      UserError (a ValueError): no eos; ids outside the vocabulary; prompts padded on the right;
-        prompt plus max_new exceed the positions; numbers that `DecodingConfig` refuses; not one
-        key per sequence.
-    """
+    Raises UserError (a ValueError) without eos, for ids outside the vocabulary, prompts padded on
+    the right, prompt plus max_new beyond the positions, numbers that `DecodingConfig` refuses, and
+    if there is not one key per sequence."""
     check_numbers("", max_new=max_new, temperature=temperature, top_k=top_k, top_p=top_p)
     inputs = source_BxS, prompt_mask_BxP, source_mask_BxS
     logits_BxV, memory, read = begin(model, params, prompt_BxP, limits_B, max_new, *inputs)
@@ -97,9 +91,8 @@ def _draw(keys_B, ending: Ending, temperature, top_k, top_p, logits_BxV, step) -
 
 
 def most_likely(logits_BxV: jax.Array) -> jax.Array:
-    """Returns argmax(logits) over the last axis: of equal logits, or of NaNs, the first; int32. On
-    a CPU, these two reductions are at least five times as fast as `jnp.argmax` (64 times 8,192
-    logits; two cores of an AMD EPYC 9005)."""
+    """Returns argmax(logits) over the last axis: the first of equal logits or NaNs; int32. At least
+    five times as fast as `jnp.argmax` on a CPU (64 x 8,192 logits; two cores of an EPYC 9005)."""
     is_best_BxV = logits_BxV >= jnp.max(logits_BxV, axis=-1, keepdims=True)
     index_V = jnp.arange(logits_BxV.shape[-1], dtype=jnp.int32)
     is_best_BxV |= jnp.isnan(logits_BxV)

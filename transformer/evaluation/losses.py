@@ -1,7 +1,5 @@
 """The loss of a text: its means, and the loss of each token for evaluators that break it down.
-
-Shape suffixes: B batch, T length, V vocabulary.
-"""
+Shape suffixes: B batch, T length, V vocabulary."""
 
 import dataclasses
 import math
@@ -32,11 +30,9 @@ def evaluate_loss(
                          ends, the published count for WikiText
         loss/SOURCE      the loss on the text of one source of a mixture
 
-    bits_per_byte and word_perplexity need `text`: the counts of the text that `batches` cover, for
-    language models. If both tokens and labels are targets, all are means over tokens, and
-    `labels_loss` and `labels_accuracy` are added. A main loss that is not a cross-entropy returns
-    only its own means.
-    """
+    bits_per_byte and word_perplexity need `text`: counts of the batches' text, for language models.
+    With both tokens and labels as targets, all are means over tokens, and `labels_loss` and
+    `labels_accuracy` are added. Main losses other than cross-entropy return just their means."""
     totals = {}  # by source of a mixture
     count = min(max_batches or len(batches), len(batches))
     for step, batch in enumerate(batches.stream(0, count)):

@@ -1,7 +1,5 @@
 """The model and data that evaluators measure, and helpers that show the internals of a model.
-
-Shape suffixes: B batch, T length, E d_embedding, V vocabulary.
-"""
+Shape suffixes: B batch, T length, E d_embedding, V vocabulary."""
 
 import dataclasses
 import functools
@@ -132,6 +130,5 @@ def streams(subject: Subject, params, recorded: dict) -> Iterator[tuple[jax.Arra
 
 
 def sublayer_of(rest: str) -> str:
-    """Returns the sublayer of a residual, such as "self_attention_residual/sizes", in its layer. It
-    is "all" where the sublayers of a layer share one residual."""
+    """Returns the sublayer of a residual, or "all" where the sublayers of a layer share one."""
     return rest.partition("/")[0].removesuffix("residual").rstrip("_") or "all"

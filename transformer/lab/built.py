@@ -1,9 +1,7 @@
 """Detects arms that would train identically, although their configs differ.
-
 Two arms are twins if their lowered programs (initialization, loss and gradients, update) are equal,
 and so are the config fields that do not appear in the programs. The runs of twins are bitwise
-identical. Programs are lowered on shapes; nothing is compiled.
-"""
+identical. Programs are lowered on shapes; nothing is compiled."""
 
 import dataclasses
 import functools
@@ -34,9 +32,8 @@ NOT_IN_PROGRAMS = ("max_length", "pipeline_microbatches", "pipeline_rounds", "_i
 
 
 def twins(configs: Mapping[str, Experiment], alike: Mapping[str, object]) -> dict[str, str]:
-    """Returns arm -> the first arm that it is a twin of. First arms are not among the keys. `alike`
-    maps each arm to a cheap value that is equal for twins. Programs are lowered only for arms for
-    which this value and the result of `fields_outside_programs` are equal."""
+    """Returns arm -> the first arm that it is a twin of, except for first arms. Programs are
+    lowered only where `fields_outside_programs` and the cheap values `alike` are equal."""
     groups: dict[tuple, list[str]] = {}
     for arm, config in configs.items():
         groups.setdefault((fields_outside_programs(config), alike[arm]), []).append(arm)

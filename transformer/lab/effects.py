@@ -1,5 +1,4 @@
 """The effects of the fields of a grid and their interactions, and scans of numeric fields.
-
 A contrast adds and subtracts arms, averaged over all settings of the other fields, in each seed:
 
     effect of a field            y[b] - y[a]
@@ -7,9 +6,7 @@ A contrast adds and subtracts arms, averaged over all settings of the other fiel
 
 Both have a paired t interval over seeds, and the p values of all effects of a grid are corrected
 together (Holm 1979). A scan, such as one of the learning rate, has a best value, stable ranges and
-a sensitivity (Wortsman et al. 2023, "Small-scale proxies for large-scale Transformer training
-instabilities"): the mean over all values of min(loss, log V), minus the loss at the best value.
-"""
+a sensitivity (Wortsman et al. 2023, arXiv:2309.14322): mean of min(loss, log V) - least loss."""
 
 import dataclasses
 import itertools
@@ -214,8 +211,7 @@ def _scan(results: Results, field: str, setting: str, arms: Mapping[float, Arm])
     is_loss, worst, sensitivity = metric.endswith("/loss"), math.inf, math.nan
     if is_loss:
         worst = uniform_loss(next(run for arm in arms.values() for run in arm.runs.values()).config)
-    # The final loss of every seed, at most that of uniform predictions.
-    losses, completes, is_close = {}, {}, {}
+    losses, completes, is_close = {}, {}, {}  # final losses, at most log V
     for x, arm in arms.items():
         losses[x] = [min(value, worst) for value in arm.values(metric).values()]
         losses[x] += [worst] * len(arm.diverged)

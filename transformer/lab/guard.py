@@ -1,8 +1,6 @@
 """Checks that arms are comparable, and sizes arms to match the baseline.
-
 A field may have side effects: other parameter counts, floating-point operations, attention kernels
-or text. They are computed from the built models and programs, and a sweep must declare them.
-"""
+or text. They are computed from the built models and programs, and a sweep must declare them."""
 
 import bisect
 import contextlib
@@ -129,10 +127,9 @@ def undeclared(sweep: Sweep, facts: Mapping[str, Facts]) -> list[str]:
 
 
 def check(sweep: Sweep, configs: Configs, facts: Mapping[str, Facts]) -> None:
-    """Raises UserError if the arms of a sweep are not comparable. They are not if two arms have
-    equal configs or build equal programs and neither is a control; if the primary metric depends on
-    the tokenizer, which differs; if arms differ in an undeclared fact; or if a declaration or
-    control is invalid."""
+    """Raises UserError if arms are not comparable: two have equal configs or programs and neither
+    is a control; the primary metric depends on the tokenizer, which differs; arms differ in an
+    undeclared fact; or a declaration or control is invalid."""
     _check_twins(sweep, configs, facts)
     usual = facts[sweep.baseline].tokenizer
     retokenized = [arm for arm, fact in facts.items() if fact.tokenizer != usual]

@@ -1,7 +1,5 @@
 """Observes a trained model on one text: an HTML page of token losses, logit lens, maps and sizes.
-
-Shape suffixes: B batch (1), T length, S key length, N heads, L layers, V vocabulary.
-"""
+Shape suffixes: B batch (1), T length, S key length, N heads, L layers, V vocabulary."""
 
 import base64
 import dataclasses
@@ -73,15 +71,13 @@ class View:
     top_tokens_LxT: list[list[list[tuple[str, float]]]]  # most likely tokens and probabilities
     lens_L: np.ndarray  # logit-lens loss by layer, in nats per token
     maps: list[Map]
-    # "decoder self_attention" -> layer, stream, branch: one value for each layer that has it
-    sizes: dict[str, dict[str, list[float]]]
+    sizes: dict[str, dict[str, list[float]]]  # layer, stream, branch by "decoder self_attention"
     cut: int = 0  # tokens cut off because they exceed max_length
 
 
 def observe_text(trained: LoadedRun, mesh: Mesh, text: str, target: str = "") -> View:
-    """Runs the model on `text` and returns what it computes. The decoder of an encoder-decoder
-    reads `target`, or by default the model's own output. Raises UserError if the model has no
-    attention weights, language-model head or tokenizer, or the text is empty."""
+    """Runs the model on `text`. An encoder-decoder's decoder reads `target`, or else its own
+    output. Raises UserError without attention weights, language-model head, tokenizer or text."""
     config, tokenizer = trained.config, trained.tokenizer
     model = config.model
     if not model.observes("maps"):

@@ -1,12 +1,9 @@
 """Ladders: sweeps over model sizes and budgets, to which scaling laws are fitted.
 
-What is counted:
-
 - N: parameters without embeddings, unembedding and tables of positions, of the arm itself.
 - D: input tokens, padding included; with packed text there is none.
 - C: FLOPs of all matrix products in training (`planning/model_flops.py`), which include attention
-  and the unembedding, but neither the lookup of embeddings nor recomputation.
-"""
+  and the unembedding, but neither the lookup of embeddings nor recomputation."""
 
 import functools
 import math
@@ -32,15 +29,13 @@ def ladder(
     """Returns the sweep of all arms at all sizes. One run serves all budgets of its size (WSD-S).
 
     `config` is that of the file's `get_config()`. Budgets are input tokens per parameter, or FLOPs
-    with per="flops". At each, the run is evaluated after a decay of the learning rate. Training
-    steps and `optimizer.decay_ends` follow from the first arm's model of each size, so all arms
-    read the same tokens. Warm-up lasts for a token per parameter, at most a quarter of the first
-    period. `rules` sets fields as functions of N, such as the learning rate. Without a rule, fields
-    keep their values: use a `model.parametrization` that transfers.
-
-    Laws are fitted to all sizes but the largest, whose loss they predict, unless `hold_out` is
-    False. `options` are those of `Sweep`. Raises UserError for a design that identifies no law.
-    """
+    with per="flops". At each, the run is evaluated after a decay of the learning rate. Steps and
+    `optimizer.decay_ends` follow from the first arm's model of each size, so all arms read the same
+    tokens. Warm-up lasts for a token per parameter, at most a quarter of the first period. `rules`
+    sets fields, such as the learning rate, as functions of N. Without a rule, fields keep their
+    values: use a `model.parametrization` that transfers. Laws are fitted to all sizes but the
+    largest, whose loss they predict, unless `hold_out` is False. `options` are those of `Sweep`.
+    Raises UserError for a design that identifies no law."""
     if per not in ("parameter", "flops") or not budgets or min(budgets) <= 0:
         kinds = "positive numbers per='parameter' or per='flops'"
         raise UserError(f"ladder: budgets: {budgets!r} per {per!r}; use {kinds}")

@@ -1,8 +1,6 @@
 """Scaling laws L(N, D) = E + A N^-alpha + B D^-beta (Hoffmann et al. 2022), fitted to an arm.
-
 L is a loss in nats, N the number of parameters and D that of training tokens. A and alpha, and B
-and beta, are nearly collinear: compare arms by what their laws predict, and never by A or B.
-"""
+and beta, are nearly collinear: compare arms by what their laws predict, and never by A or B."""
 
 import dataclasses
 from typing import Any
@@ -60,13 +58,11 @@ class Law:
 
 
 def fit_projected(N, D, L, weights=None, start: Law | None = None, floor: float | None = None):
-    """Returns the law with the least sum of squared weighted errors, by variable projection.
-
-    For given exponents, E, A and B follow from linear least squares, so the search has only two
+    """Returns the law with the least sum of squared weighted errors, by variable projection. For
+    given exponents, E, A and B follow from linear least squares, so the search has only two
     dimensions (arXiv:2603.22339): first a grid, then Levenberg-Marquardt. Weights are 1 / L unless
-    given. `L` is [points]. With the law `start`, near which the search begins, it may be [sets,
-    points]: data of several studies at the same points, which are fitted at once. `floor` fixes E.
-    """
+    given. `L` is [points] or, near the law `start`, [sets, points]: data of several studies at the
+    same points, which are fitted at once. `floor` fixes E."""
     n, d, w = np.log(N), np.log(D), 1 / L if weights is None else weights
     n0, d0, least = n.mean(), d.mean(), FLOOR if floor is None else floor
     y_SxP = np.atleast_2d((L - least) * w)

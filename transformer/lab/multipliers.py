@@ -6,11 +6,9 @@ the arm needs 1 / k = 1.25 times the compute of the baseline for equal loss.
 
 Intervals come from a bootstrap over whole runs. The residuals of a run (all its budgets, in all
 arms, which share sizes and seeds) are drawn together, from the runs of all sizes. With points drawn
-instead of runs, nominal 95 % intervals covered 74 %. Sizes take up three degrees of freedom (E, A
-and alpha), so the residuals of R runs are scaled by sqrt(R / (R - 3)). Quantiles are scaled by the
-ratio of Student's t with R - 3 degrees of freedom to the normal. `profile` checks the bootstrap,
-and `make coverage` measures both.
-"""
+instead of runs, nominal 95 % intervals covered 74 %. E, A and alpha take up three degrees of
+freedom, so residuals of R runs are scaled by sqrt(R / (R - 3)), and quantiles by the ratio of
+Student's t with R - 3 degrees to the normal. `profile` checks it, and `make coverage` both."""
 
 import dataclasses
 import functools
@@ -169,12 +167,10 @@ def ranking(arms: Mapping[str, Points], target: str) -> dict[str, tuple[int, int
 
 
 def profile(scaling: Scaling, arm: str, C: float) -> Estimate:
-    """Returns k(C) with its interval by profile likelihood. An end with |ln k| > 3 is infinite.
-
-    For each k, the other nine parameters of both laws are refitted: E of the arm follows from
-    L*_arm(C) = L*_base(k C). Residuals of log L have a part for each run and one for each point,
-    both correlated between arms, with estimated covariances. F(1, R - 3) bounds likelihood ratios.
-    """
+    """Returns k(C) with its interval by profile likelihood. An end with |ln k| > 3 is infinite. For
+    each k, the other nine parameters of both laws are refitted: E of the arm follows from L*_arm(C)
+    = L*_base(k C). Residuals of log L have a part for each run and one for each point, both
+    correlated between arms, with estimated covariances. F(1, R - 3) bounds likelihood ratios."""
     pair, runs = (scaling.fits[scaling.baseline], scaling.fits[arm]), scaling.runs
     points, costs = [fit.points.rows(runs) for fit in pair], [fit.cost for fit in pair]
     white = _whitening(np.stack([fit.residuals for fit in pair], 1))

@@ -15,10 +15,7 @@ Table = Sequence[Sequence[str]]
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """A part of a report: sentences, figures, tables with their CSV files, a note and code.
-    `figures` maps a name to the caption and the figure, `numbers` some of these names to a table of
-    the plotted numbers, and `csv` a name to the rows of a file. A folded section is collapsed in
-    the page. An empty one is left out."""
+    """A part of a report, left out if empty. `figures` maps names to captions and figures."""
 
     title: str
     lines: Sequence[str] = ()
@@ -26,9 +23,9 @@ class Section:
     tables: Sequence[Table] = ()
     note: str = ""
     code: str = ""
-    numbers: Mapping[str, Table] = dataclasses.field(default_factory=dict)
-    csv: Mapping[str, Sequence] = dataclasses.field(default_factory=dict)
-    folded: bool = False
+    numbers: Mapping[str, Table] = dataclasses.field(default_factory=dict)  # plotted, by figure
+    csv: Mapping[str, Sequence] = dataclasses.field(default_factory=dict)  # name -> rows of a file
+    folded: bool = False  # collapsed in the page
 
     def __bool__(self) -> bool:
         return any((self.lines, self.figures, self.tables, self.code))

@@ -26,9 +26,8 @@ from transformer.units import kind, of_tokens, unit
 def judge(
     folders: Sequence[Path], metric: str, baseline: str, higher_is_better: bool | None
 ) -> tuple[Verdict, list[Section]]:
-    """Reads runs. Returns their verdict, and the sections on tuning and scaling. If a sweep is
-    tuned, the verdict is that on the tuned arms. Otherwise, it is that on the arms at the settings
-    of the file. The verdict on a ladder starts with a compute multiplier."""
+    """Returns the verdict on runs (of a tuned sweep, on the tuned arms; of a ladder, with a compute
+    multiplier first), and the sections on tuning and scaling."""
 
     def verdict_of(folder: Path | None) -> Verdict:
         read = results.read([folder] if folder else folders, metric, baseline, higher_is_better)

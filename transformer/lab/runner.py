@@ -1,9 +1,7 @@
 """Runs a study: skips finished runs, resumes interrupted ones, records failures, shows progress.
-
 A failure does not stop the other runs. Each run, or each group of runs that are trained together,
 has its own process. On a pod, every host runs the same command, and a run has a process on each
-host. All hosts process the runs in the same order, and only the first host records their state.
-"""
+host. All hosts process the runs in the same order, and only the first records their state."""
 
 import contextlib
 import math
@@ -60,9 +58,8 @@ def _unfinished(runs: Sequence[PlannedRun]) -> list[PlannedRun]:
 def run_study(
     study: Study, *, jobs: int, shard: tuple[int, int], max_group: int, host=(0, 1)
 ) -> int:
-    """Runs the unfinished runs of a study, in up to `jobs` processes at a time. This is machine
-    shard[0] of shard[1], and process host[0] of the host[1] processes of a pod. Returns 0 if all
-    runs are finished, 1 if some failed, 143 if this process or a run was stopped."""
+    """Runs the unfinished runs of a study, up to `jobs` at a time, as machine shard[0] of shard[1]
+    and host[0] of host[1] of a pod. Returns 0 if all finished, 1 if some failed, 143 if stopped."""
     waiting, table = share_of(study, shard, max_group), Table(study, sys.stderr)
     first, alone = host[0] == 0, host[1] == 1
     working, failed, interrupted, next_check = [], [], False, 0.0
@@ -87,8 +84,7 @@ def run_study(
                     working.remove(child)
                     failed, next_check = failed + child.end(code), 0.0
                     interrupted |= code in STOPPED
-                    # On a pod, these codes mean that all hosts stop, or that a host is missing.
-                    if not alone and code in (*STOPPED, 2):
+                    if not alone and code in (*STOPPED, 2):  # all hosts stop, or one is missing
                         waiting.clear()
             if first:
                 table.show()
@@ -127,8 +123,7 @@ class _Child:
     def end(self, code: int) -> list[PlannedRun]:
         """Releases the claims on its runs, and returns the runs that failed."""
         self.log.close()
-        # A process that is interrupted while it imports JAX may end by another signal.
-        stopped = code in STOPPED or (self.stopping and code < 0)
+        stopped = code in STOPPED or (self.stopping and code < 0)  # killed while importing JAX
         failed = []
         for run in self.runs:
             if self.first:
@@ -165,11 +160,9 @@ def _reason(code: int, log: Path, began: int) -> str:
 
 
 def train_and_evaluate(folder: Path, names: Sequence[str], evaluate: Callable) -> int:
-    """Trains or resumes the named runs of a study in this process, and evaluates them. Runs that
-    are alike and at the same step are trained together, or one by one if that fails. A failed run
-    is recorded, and does not stop the others. Returns the exit code."""
-    # Training replaces this handler, and saves before it exits.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    """Trains or resumes the named runs of a study, and evaluates them. Those alike and at one step
+    are trained together, or else one by one. Failed runs are recorded. Returns the exit code."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # training saves before it exits
     runs = {run.name: run for run in load_study(folder).runs}
     for name in names:
         if name not in runs:
@@ -301,8 +294,7 @@ class Table:
             if last:
                 self._stream.write("\n".join(lines) + "\n")
         if last:
-            # Other finished runs lack the same metric, so it is reported once.
-            reported = False
+            reported = False  # other finished runs lack the same metric; it is reported once
             for name, status in statuses.items():
                 if status.why and (status.kind == "failed" or not reported):
                     self._stream.write(f"{name}  {status.kind}: {status.why}\n")

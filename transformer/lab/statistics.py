@@ -1,9 +1,7 @@
 """Statistics for few seeds: t intervals, paired t-tests and the correction for several comparisons.
-
-Seeds are few and their losses are nearly normal. Therefore means have Student's t intervals (Gosset
-1908). Arms are compared in pairs with the same seed, which cancels the effect of the seed. p values
-are corrected for the number of comparisons (Holm 1979).
-"""
+Seeds are few and their losses are nearly normal, so means have Student's t intervals (Gosset 1908).
+Arms are compared in pairs with the same seed, which cancels the effect of the seed. p values are
+corrected for the number of comparisons (Holm 1979)."""
 
 import dataclasses
 import math
@@ -63,16 +61,14 @@ def difference(arm: dict[int, float], baseline: dict[int, float]) -> Difference:
     pairs = [arm[seed] - baseline[seed] for seed in sorted(arm.keys() & baseline.keys())]
     if len(pairs) < 2:
         return Difference(mean(pairs), math.nan)
-    # A t-test divides by the spread of the differences.
-    largest = max(map(abs, (*arm.values(), *baseline.values())))
+    largest = max(map(abs, (*arm.values(), *baseline.values())))  # t divides by the spread
     if np.ptp(pairs) <= ROUNDING * largest:
         return Difference(mean(pairs), 1.0 if not any(pairs) else math.nan)
     return Difference(mean(pairs), float(stats.ttest_1samp(pairs, 0.0).pvalue))
 
 
 def corrected(differences: dict[str, Difference]) -> dict[str, Difference]:
-    """Applies the Holm correction: the least of m p values times m, the next times m - 1, ... NaN
-    does not count as a comparison. The results are monotonic, and at most 1."""
+    """Applies the Holm correction. NaN does not count as a comparison."""
     ranked = sorted((x.p, name) for name, x in differences.items() if not math.isnan(x.p))
     result, largest = dict(differences), 0.0
     for n, (p, name) in enumerate(ranked):
@@ -125,8 +121,7 @@ class Parabola:
         if self.freedom < 1:
             return math.nan, math.nan
         t, (_, c1, c2), v = stats.t.ppf((1 + LEVEL) / 2, self.freedom), self.c, self.covariance
-        # (c1 + 2 c2 x)^2 <= t^2 Var(c1 + 2 c2 x), a quadratic in x
-        a = 4 * (c2**2 - t**2 * v[2, 2])
+        a = 4 * (c2**2 - t**2 * v[2, 2])  # (c1 + 2 c2 x)^2 <= t^2 Var(c1 + 2 c2 x), quadratic in x
         b = 4 * (c1 * c2 - t**2 * v[1, 2])
         root = b**2 - 4 * a * (c1**2 - t**2 * v[1, 1])
         if a <= 0 or c2 <= 0:

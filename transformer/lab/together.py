@@ -1,11 +1,8 @@
 """Trains runs that differ only in numbers as one program, vectorized over the runs.
-
 The states of R runs are stacked to [R, ...], and one step advances all of them. The numbers are
-arguments of the program rather than constants, so it is compiled once. A small model leaves most of
-a chip idle; several of them use it better. The runs are split over the local devices, without any
-communication. Each run has its own directory, text order, logs and checkpoints. Its results equal
-those of a run that is trained alone, up to rounding.
-"""
+arguments of the program, which is therefore compiled once. A small model leaves most of a chip
+idle; several use it better. The runs are split over the local devices, without communication. Each
+has its own directory, text order, logs and checkpoints, and results as alone, up to rounding."""
 
 import contextlib
 import copy
@@ -134,8 +131,7 @@ def _loop(group: _Group, mesh: Mesh, stopped: Callable[[int], bool]) -> None:
             log_metrics()
             host = jax.device_get(states)
             group.each(lambda n, run: run.recorder.flush())
-            # Runs are evaluated in turn. This time does not count as training time of any run.
-            with contextlib.ExitStack() as paused:
+            with contextlib.ExitStack() as paused:  # not counted as training time of any run
                 for n in group.going:
                     paused.enter_context(runs[n].recorder.untimed())
                 group.each(finish_step)

@@ -1,5 +1,4 @@
 """Tunes numbers for each arm of a sweep, so that every arm is compared at its best.
-
 A sweep with `tune` has three studies, which run one after another:
 
     DIR/tuning   every arm with the values that are tried, on seeds of their own
@@ -7,8 +6,7 @@ A sweep with `tune` has three studies, which run one after another:
     DIR          the comparison at the settings of the experiment file
 
 The search is replayed from the finished runs, so it resumes, and all machines that share DIR agree.
-The optimum is the minimum of a parabola in log2 of the number, with Fieller's interval.
-"""
+The optimum is the minimum of a parabola in log2 of the number, with Fieller's interval."""
 
 import dataclasses
 import itertools
@@ -28,8 +26,7 @@ from transformer.output import count
 from transformer.sweeps import Grid, Point, Sweep, Tuned
 
 METRIC = "eval/loss"  # the metric that is tuned: the validation loss after the last step
-# A parabola is fitted to values within NEAR steps of the grid and FAR nats around the best one.
-NEAR, FAR = 2.0, 0.3
+NEAR, FAR = 2.0, 0.3  # range of a fit: steps of the grid, and nats, around the best value
 PATIENCE = 2.0  # seconds between two looks at the runs of other machines
 
 
@@ -158,8 +155,7 @@ class Trial:
 
 
 def search(study: Study) -> tuple[list[Curve], list[Trial]]:
-    """Replays the search with the finished runs of DIR/tuning. Returns the finished curves, by arm
-    and number, and all trials so far with those that are next."""
+    """Replays the search. Returns the finished curves, and all trials with those that are next."""
     curves, trials = [], []
     for arm, config in study.configs.items():
         setting: dict[str, float] = {}

@@ -1,7 +1,5 @@
 """Derives a verdict from results: statistics by arm, and sentences that the intervals support.
-
-`LOGIC` (lab/report_tables.py) says which arms are compared and when a difference is detectable.
-"""
+`LOGIC` (lab/report_tables.py) says which arms are compared and when a difference is detectable."""
 
 import dataclasses
 import itertools
@@ -26,9 +24,7 @@ class Row:
     to_baseline: Difference | None  # arm - baseline; None for the baseline
     differences: Mapping[int, float]  # the same for each seed
     outcome: str  # baseline, better, worse, undetected or untested
-    # For each seed that both finished: the share of the baseline's steps at which the arm reaches
-    # the baseline's final validation value; NaN if it does not.
-    reaches: list[float]
+    reaches: list[float]  # by seed: share of the baseline's steps until its final value, or NaN
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,12 +15,8 @@ def keep_freed_memory() -> bool:
     XLA's CPU backend allocates and frees its buffers every step. By default each allocation is a
     new mapping, and touching it costs a page fault per 4 KB. One arena, no mappings and no trimming
     reduce a step of the quickstart from 95 to 60 ms (python experiments/benchmarks/host_memory.py,
-    2 cores of an AMD EPYC 9005).
-
-    This must run before JAX starts its threads, each of which would take an arena. Returns False on
-    machines with an accelerator, where the allocator is not glibc's, and if the environment
-    variable TRANSFORMER_ALLOCATOR=system prevents it.
-    """
+    2 cores of an AMD EPYC 9005). Call this before JAX starts its threads, each of which would take
+    an arena. Returns False with accelerators, other allocators, or TRANSFORMER_ALLOCATOR=system."""
     prevented = os.environ.get("TRANSFORMER_ALLOCATOR") == "system"
     if prevented or not sys.platform.startswith("linux") or accelerator():
         return False
@@ -42,8 +38,7 @@ def accelerator() -> str:
 def memory() -> int:
     """Returns the bytes that this process may use, of its machine and container; 0 if unknown."""
     limits = []
-    # AttributeError: not a POSIX machine
-    with contextlib.suppress(ValueError, OSError, AttributeError):
+    with contextlib.suppress(ValueError, OSError, AttributeError):  # AttributeError: not POSIX
         limits.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     with contextlib.suppress(ValueError, OSError):  # ValueError: "max"
         limits.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))

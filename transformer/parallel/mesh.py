@@ -43,8 +43,7 @@ def check_platform(target: str) -> str:
     """Returns JAX's platform. Raises UserError if it is not the config's: no CPU by accident."""
     try:
         backend = jax.default_backend()
-    # AssertionError: JAX_PLATFORMS names a platform that has no plugin
-    except (RuntimeError, AssertionError) as e:
+    except (RuntimeError, AssertionError) as e:  # AssertionError: JAX_PLATFORMS has no plugin
         platforms = jax.config.jax_platforms  # type: ignore[attr-defined]
         reason = (str(e).splitlines() or [f"no platform {platforms!r}"])[0]
         way_out = "check JAX_PLATFORMS, or install the extra [gpu] or [tpu]"

@@ -10,11 +10,10 @@ Open MPI), or if three variables do, which launch/local.py sets:
 With these variables, even a single CPU process computes reductions with gloo, as several do. So 1,
 2 and 4 processes give bit-identical results on the same mesh.
 
-When a process dies, the others end within seconds. Process 0 keeps a connection to every other
-process. A process that loses its connection prints one line with the number of the lost process,
-and exits with code 1. JAX's heartbeats detect a machine that stops responding, and abort with a
-stack trace. With TRANSFORMER_TRACEBACKS=1 every traceback is printed.
-"""
+When a process dies, the others end within seconds. Process 0 keeps a connection to every other one.
+A process that loses its connection prints one line with the number of the lost process, and exits
+with code 1. JAX's heartbeats detect a machine that stops responding, and abort with a stack trace.
+With TRANSFORMER_TRACEBACKS=1 every traceback is printed."""
 
 import atexit
 import contextlib
@@ -36,8 +35,7 @@ from transformer.output import flush
 
 WAIT = 300  # seconds that a process waits for the others at start-up
 HEARTBEAT = 30  # seconds without a heartbeat after which a process counts as dead
-# Seconds that connected processes wait for each other. The death of one ends the wait early.
-DAY = 24 * 3600
+DAY = 24 * 3600  # seconds that connected processes wait, unless one dies
 
 
 def start_processes() -> bool:
@@ -92,9 +90,8 @@ def _broadcast(connections: dict[int, socket.socket], message: bytes) -> None:
 
 
 def _leave(connections: dict[int, socket.socket]) -> None:
-    """Sends a goodbye, or ends this process at once if an exception ended the interpreter. Other
-    processes notice the abrupt exit. Python has printed that exception, and keeps it in
-    sys.last_value. An interactive Python keeps every exception there."""
+    """Sends a goodbye, or ends at once if an exception ended Python (sys.last_value, where an
+    interactive Python keeps all exceptions), so that other processes notice."""
     if hasattr(sys, "last_value") and not hasattr(sys, "ps1"):
         flush()
         os._exit(130 if isinstance(sys.last_value, KeyboardInterrupt) else 1)
@@ -190,8 +187,7 @@ def _connect(coordinator: str, count: int, index: int, wait: float) -> dict[int,
     with server:
         while len(hosts) < count and (remaining := deadline - time.monotonic()) > 0:
             server.settimeout(remaining)
-            # No connection, or one from an unrelated program
-            with contextlib.suppress(OSError, ValueError, TypeError):
+            with contextlib.suppress(OSError, ValueError, TypeError):  # none, or an unrelated one
                 connection, _ = server.accept()
                 connection.settimeout(10)
                 number, total, hostname = json.loads(_read_line(connection))
@@ -284,12 +280,9 @@ def _service():
 
 
 def stop_agreed(stop_requested: bool, step: int, run: int) -> bool:
-    """Returns whether to stop after this step.
-
-    A single process stops if `stop_requested`. Several processes stop at a step that they agree on:
-    the first that wants to stop sets it to four steps later. None is then more than three steps
-    ahead, because each waits for the metrics of the step before, which need all processes.
-    """
+    """Returns whether to stop after this step. A single process stops if `stop_requested`. Several
+    stop at a step that they agree on: the first that wants to stop sets it to four steps later.
+    None is more than three steps ahead: each waits for all to finish the step before."""
     if jax.process_count() == 1:
         return stop_requested
     key = f"transformer/run {run} stops at step"

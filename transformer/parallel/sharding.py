@@ -1,9 +1,7 @@
 """The table from logical names to mesh axes, with shardings, checks and a summary derived from it.
-
 Parameters and activations carry logical names. This table alone maps them to the mesh axes of
 MeshConfig: `fsdp` is ZeRO-3, and `tensor` is that of Megatron. The batch is sharded over all axes
-that would otherwise hold copies of the same sequences.
-"""
+that would otherwise hold copies of the same sequences."""
 
 import dataclasses
 import functools
@@ -26,8 +24,7 @@ RULES: tuple[tuple[str, str | tuple[str, ...] | None], ...] = (
     # activations
     ("batch", ("data", "stage", "fsdp", "expert")),
     ("length", "context"),
-    # positions between sublayers, where norms and dropout act (Korthikanti et al. 2022)
-    ("stream", ("context", "tensor")),
+    ("stream", ("context", "tensor")),  # at norms and dropout (Korthikanti et al. 2022)
     ("expert_batch", ("data", "stage", "fsdp")),  # sequences dispatched to their experts
     ("capacity", None),  # the capacity slots of experts
     ("activation_heads", "tensor"), ("activation_ff", "tensor"), ("activation_vocab", "tensor"),
@@ -90,9 +87,8 @@ def path_name(path) -> str:
 
 
 def shardings(abstract_boxed, mesh: Mesh):
-    """Returns a NamedSharding for every leaf of a boxed abstract tree. Raises UserError, with the
-    parameter's name, for an array without logical names, for a name that is not in the table, for
-    two dimensions on one mesh axis, and for a dimension that does not divide over its devices."""
+    """Returns a NamedSharding for every leaf of a boxed abstract tree. Raises UserError for an
+    array without logical names, an unknown name, two dimensions on one axis, or uneven parts."""
     table = dict(RULES)
 
     def sharding_of(path, leaf):
@@ -103,8 +99,7 @@ def shardings(abstract_boxed, mesh: Mesh):
                 raise wrong(f"a parameter without logical axes; {way_out}")
             return NamedSharding(mesh, P())
         names, shape = leaf.names, leaf.value.shape
-        # A small optimizer statistic whose dimensions are not its parameter's (Adafactor)
-        if len(names) != len(shape):
+        if len(names) != len(shape):  # a statistic unlike its parameter (Adafactor)
             return NamedSharding(mesh, P())
         spec, used = [], set()
         for name, size in zip(names, shape, strict=True):

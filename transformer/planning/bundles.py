@@ -1,9 +1,7 @@
 """The cycles of a TPU kernel, counted in the instructions that the TPU compiler schedules.
-
 libtpu writes each kernel's final instruction bundles and the units that each bundle occupies, if
 `LIBTPU_INIT_ARGS` contains `dump_flags(folder)` before JAX loads it. A bundle takes one cycle.
-Memory transfers are not counted. The figures are deterministic for one version of libtpu.
-"""
+Memory transfers are not counted. The figures are deterministic for one version of libtpu."""
 
 import dataclasses
 import re
@@ -94,12 +92,10 @@ def head_cycles(
     """Returns the blocks of the kinds of tiles, the cycles of a head's sequence, and of a head.
 
     A kernel is a loop over `blocks`. In it, one conditional part has the loop over tiles, whose
-    conditional parts are a tile with a mask and one without, `counts` of each. Tables that are
-    constant from a distance on have a third: a tile with tables, the first of the three. The other
-    parts are executed once: those with a loop, which build or sum a bias table in `chunks` of 128
-    of its rows, for a head; those that clear or write sums, for each of its sequences. Raises
-    ValueError for other loops and kinds of tiles.
-    """
+    conditional parts are a tile with a mask and one without, `counts` of each, and first, if tables
+    are constant from a distance on, a tile with tables. The other parts are executed once: those
+    with a loop, which build or sum a bias table in `chunks` of 128 of its rows, for a head; those
+    that clear or write sums, for each of its sequences. Raises ValueError for other kernels."""
     (grid,) = schedule.kernel.inner
     (body,) = grid.inner
     products = lambda block: bool(schedule.busy(block, "MXU") or any(map(products, block.inner)))

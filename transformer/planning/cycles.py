@@ -4,8 +4,7 @@
 
 The kernels are found in the traced training step, and each is compiled alone. libtpu writes
 schedules only if it is loaded with certain flags (bundles.py), so this runs in its own process. A
-kernel is not analyzed if its loops are not those of transformer/model/attention_backends/flash/.
-"""
+kernel is not analyzed if its loops are not those of transformer/model/attention_backends/flash/."""
 
 import dataclasses
 import json

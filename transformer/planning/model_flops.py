@@ -1,10 +1,8 @@
 """Model FLOPs: multiplications and additions of a model's matrix products, without recomputation.
-
 They are counted in the traced forward pass, on the plain path of attention, for every family and
 option. Training takes three times as many. A pair of query and key that the mask never allows does
-not count, although the plain path computes it. For a causal mask, this leaves half of all pairs, as
-in MaxText. Documents that share a sequence count as one.
-"""
+not count, although the plain path computes it: a causal mask leaves half of all pairs, as in
+MaxText. Documents that share a sequence count as one."""
 
 import dataclasses
 import math
@@ -62,8 +60,7 @@ def products(jaxpr) -> Iterator[tuple[float, str]]:
         name, params = equation.primitive.name, equation.params
         module = "/".join(part for part in scope.split("/") if "->" not in part)  # einsum's scopes
         if name in ("dot_general", "ragged_dot_general"):
-            # In a ragged product, each row is multiplied by the matrix of its group.
-            ragged = params.get("ragged_dot_dimension_numbers")
+            ragged = params.get("ragged_dot_dimension_numbers")  # each row times its group's matrix
             numbers = ragged.dot_dimension_numbers if ragged else params["dimension_numbers"]
             ((contracted, _), _) = numbers
             terms = math.prod(equation.invars[0].aval.shape[i] for i in contracted)

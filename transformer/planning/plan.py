@@ -103,35 +103,26 @@ class Plan:
             if part.compiled:
                 roof, buffers = part.roofline, largest(part.compiled.program, 12)
                 entry |= {
-                    "compile_seconds": part.compiled.seconds,
-                    "attention": part.compiled.attention,
-                    "flops": roof.flops,
-                    "hbm_bytes": roof.hbm_bytes,
-                    "seconds_at_least": roof.seconds,
-                    "bound_by": roof.bound,
+                    "compile_seconds": part.compiled.seconds, "attention": part.compiled.attention,
+                    "flops": roof.flops, "hbm_bytes": roof.hbm_bytes,
+                    "seconds_at_least": roof.seconds, "bound_by": roof.bound,
                     "collectives": {k: dataclasses.asdict(x) for k, x in roof.traffic.items()},
                     "largest_buffers": [[*sizes, name_of(source)] for *sizes, source in buffers],
-                }
+                }  # fmt: skip
             return entry
 
         return {
-            "topology": str(self.topology),
-            "chip": self.topology.chip.title,
-            "chips": self.topology.chips,
-            "mesh": self.mesh,
-            "hbm_bytes": self.room,
-            "parameters": self.parameters,
-            "tokens_per_step": self.tokens,
+            "topology": str(self.topology), "chip": self.topology.chip.title,
+            "chips": self.topology.chips, "mesh": self.mesh, "hbm_bytes": self.room,
+            "parameters": self.parameters, "tokens_per_step": self.tokens,
             "model_flops_per_step": self.model_flops,
             "model_flops_per_token": self.model_flops / self.tokens,
-            "step_seconds_at_least": self.step,
-            "mfu_at_most": self.mfu,
-            "run": self.run,
+            "step_seconds_at_least": self.step, "mfu_at_most": self.mfu, "run": self.run,
             "kernels": [dataclasses.asdict(kernel) for kernel in self.kernels],
             "price_per_chip_hour": self.price,
             "programs": {name: part_to_json(part) for name, part in self.parts.items()},
             "config": to_mapping(self.config),
-        }
+        }  # fmt: skip
 
 
 def make_plan(
@@ -140,8 +131,7 @@ def make_plan(
     report: Callable[[str], None] = lambda line: None,
 ) -> Plan:  # fmt: skip
     """Compiles the programs in `only` and returns their plan. `report` receives lines of progress.
-    `kernels` are attention kernels whose cycles bound their time (cycles.py). Raises UserError for
-    an experiment that cannot be laid out on the machine."""
+    `kernels` bound the time (cycles.py). Raises UserError if the layout is impossible."""
     programs = Programs(config, devices)
     mesh_devices, parts = list(programs.mesh.devices.flat), {}
     names = [name for name in programs.names if name in only]

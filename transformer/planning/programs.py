@@ -1,9 +1,7 @@
 """Compiles an experiment's programs for a machine that you do not have.
-
 Programs for TPUs are compiled by the TPU compiler in libtpu (extra [tpu]), which needs no TPU.
-Programs for GPUs and CPUs are compiled for simulated CPU devices. That compiler shards arrays and
-inserts collectives as the machine's does, but allocates buffers differently. No array is allocated.
-"""
+Those for GPUs and CPUs are compiled for simulated CPU devices, whose compiler shards arrays and
+inserts collectives as the machine's does, but allocates buffers differently. No array is made."""
 
 import contextlib
 import dataclasses

@@ -1,9 +1,7 @@
 """The least time of a program: compute, memory traffic and collectives at published rates.
-
 This is the roofline model (Williams et al. 2009). A step takes at least as long as the slowest of
 these parts. Collectives on different axes of a torus run in parallel. Those on the same axis share
-its links. The times are lower bounds; none has been measured on hardware.
-"""
+its links. The times are lower bounds; none has been measured on hardware."""
 
 import collections
 import dataclasses
@@ -96,13 +94,11 @@ def roofline(
 
 
 def sent(message: Collective, slices: int = 1) -> tuple[float, float]:
-    """Returns the bytes that a device sends (and receives) within its slice and beyond it.
-
-    Assumes the best known algorithms. On a ring of n devices, all-gather and reduce-scatter send
-    (n-1)/n of the whole array, all-reduce twice that, all-to-all (n-1)/n of the device's array, and
-    collective-permute all of it. With several `slices`, the devices of a slice share the traffic
-    beyond it, except that of all-to-all and collective-permute, which counts in full.
-    """
+    """Returns the bytes that a device sends (and receives) within its slice and beyond it. Assumes
+    the best known algorithms. On a ring of n devices, all-gather and reduce-scatter send (n-1)/n of
+    the whole array, all-reduce twice that, all-to-all (n-1)/n of the device's array, and
+    collective-permute all of it. The devices of a slice share the traffic beyond it, except that of
+    all-to-all and collective-permute, which counts in full."""
     n = max(message.groups.shape[1] // slices, 1)
     inner, outer = 1 - 1 / n, (1 - 1 / slices) / n
     total = message.times * message.bytes

@@ -1,9 +1,7 @@
 """Searches for the best layouts of an experiment: mesh, remat policy and micro-batches.
-
 Meshes are tried in the order of the bytes that they send, by a formula. On each mesh, less and less
 is kept for the backward pass until the step fits. A layout is not compiled if its state, or what
-its layers keep for the backward pass, is larger than a chip's memory.
-"""
+its layers keep for the backward pass, is larger than a chip's memory."""
 
 import collections
 import dataclasses
@@ -139,9 +137,8 @@ def _kept_bytes(config: Experiment, mesh: dict[str, int]) -> float:
 
 
 def _sent_bytes(config: Experiment, size: float, mesh: dict[str, int]) -> float:
-    """Returns about the bytes that a device sends in a step. Parameters are gathered twice and
-    gradients scattered (fsdp), or gradients are summed (data). The residual stream between
-    sublayers is gathered and scattered, forward and backward (tensor)."""
+    """Returns about the bytes that a device sends in a step. fsdp gathers parameters twice and
+    scatters gradients, data sums gradients, tensor moves the residual stream between sublayers."""
     size, model = size * 2 / (mesh["tensor"] * mesh["stage"] * mesh["expert"]), config.model
     summed = 2 * size / mesh["fsdp"] * (1 - 1 / mesh["data"])
     parameters = 3 * size * (1 - 1 / mesh["fsdp"]) + summed

@@ -1,7 +1,5 @@
 """The work of a compiled program on one device: FLOPs, HBM traffic, collectives and kernels.
-
-The HLO text does not show the work of TPU kernels. It follows from their names and operand shapes.
-"""
+HLO text does not show the work of TPU kernels. It follows from their names and operand shapes."""
 
 import collections
 import dataclasses
@@ -140,8 +138,7 @@ class Collective:
     groups: np.ndarray  # [groups, devices per group]; for collective-permute [pairs, 2]
     times: float
     source: str
-    # Each device communicates with its counterparts in all other slices. Then `groups` is empty.
-    between_slices: bool = False
+    between_slices: bool = False  # with the counterparts in all slices; then no `groups`
 
 
 def collectives(program: HloProgram) -> list[Collective]:
@@ -164,8 +161,7 @@ def collectives(program: HloProgram) -> list[Collective]:
         if scatters:
             kind = "reduce-scatter"
         elif kind == "all-reduce" and writes_parts:
-            # On a large torus, the TPU compiler writes all-gathers as sums of zero-padded parts.
-            kind = "all-gather"
+            kind = "all-gather"  # written as a sum of zero-padded parts, on a large torus
         elif kind == "all-gather":
             size *= _groups(op).shape[1]
         found.append(Collective(kind, size, _groups(op), times, op.source))

@@ -1,8 +1,6 @@
 """Checkpoints with Orbax.
-
 They are saved asynchronously and atomically, and restored into declared shapes and shardings. All
-arrays that are read are compared with their fingerprints in the record (checkpoint_record.py).
-"""
+arrays that are read are compared with their fingerprints in the record (checkpoint_record.py)."""
 
 import contextlib
 import dataclasses
@@ -184,11 +182,9 @@ class Checkpoints:
 
         A checkpoint between two regular ones, saved because the run was stopped, does not count. It
         is deleted as soon as there is a newer one, so that those kept and averaged are those of an
-        uninterrupted run. Before anything is deleted, all remaining ones are verified.
-
-        Raises Damaged for a damaged checkpoint with `train.strict_checkpoints`. With `at_end`, also
-        raises it for a damaged last checkpoint, which is the run's result.
-        """
+        uninterrupted run. Before anything is deleted, all remaining ones are verified. Raises
+        Damaged for a damaged checkpoint with `train.strict_checkpoints`; with `at_end`, also for a
+        damaged last checkpoint, which is the run's result."""
         interval, last = self._config.checkpoint_every, self._config.steps
         while True:
             steps = self.steps

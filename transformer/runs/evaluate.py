@@ -44,11 +44,9 @@ class LoadedRun:
         logits = run.model.apply(run.params, source, target)
         print(transformer.generate(run, ["Where is the library?"]))
 
-    `params` are the last parameters, or their moving average (`train.ema_decay`), or the mean over
-    the last checkpoints (`train.average_checkpoints`). `tokenizer.encode` takes a list of texts and
-    returns a list of token ids for each; it appends no eos. `tokenizer.decode` takes the ids of one
-    text and returns the text.
-    """
+    `params` are the last parameters, their moving average (`train.ema_decay`) or the mean of the
+    last checkpoints (`train.average_checkpoints`). `tokenizer.encode` maps texts to lists of ids,
+    without eos; `tokenizer.decode` maps the ids of one text to the text."""
 
     workdir: Path
     config: Experiment
@@ -88,15 +86,11 @@ def load_trained(
 
 
 def evaluate(trained: LoadedRun, mesh: Mesh, part: str = "test") -> dict:
-    """Evaluates a run on a held-out split and returns the metrics.
-
-    Computes the loss; for translation also BLEU and chrF, for synthetic tasks the fraction of exact
-    answers, and for language models bits per byte and word perplexity.
-
-    Writes the results to `PART.json` and to `metrics.jsonl` (as `PART/loss` and so on), and
-    generated text to `samples.txt` (`samples.valid.txt` for the validation split). Raises UserError
-    if the held-out text differs from the one that belongs to this run.
-    """
+    """Evaluates a run on a held-out split and returns the metrics: the loss; for translation also
+    BLEU and chrF, for synthetic tasks the fraction of exact answers, and for language models bits
+    per byte and word perplexity. Writes them to `PART.json` and to `metrics.jsonl` (as `PART/loss`
+    and so on), and generated text to `samples.txt` (`samples.valid.txt` for the validation split).
+    Raises UserError if the held-out text differs from the one that belongs to this run."""
     config, workdir = trained.config, trained.workdir
     check_divisibility(config, mesh)
     with process_zero_first("the text to evaluate on"):

@@ -31,11 +31,9 @@ from transformer.training.state import abstract_state
 
 
 def from_hf(directory: Path, workdir: Path, overrides: Mapping[str, str]) -> Experiment:
-    """Creates a run in `workdir` with the parameters of a Hugging Face directory.
-
-    Parameters are loaded one at a time and created sharded. The run can generate text, be evaluated
-    on a given text and be trained further (train.init_from). A UserError leaves no run behind.
-    """
+    """Creates a run in `workdir` with the parameters of a Hugging Face directory, loaded one at a
+    time and created sharded. It can generate text, be evaluated on a given text and be trained
+    further (train.init_from). A UserError leaves no run behind."""
     rundir.check_folder(workdir)
     if workdir.exists() and (not workdir.is_dir() or any(workdir.iterdir())):
         raise UserError(f"--workdir: {workdir} exists and is not an empty folder; choose another")
@@ -112,8 +110,7 @@ def _experiment(model: ModelConfig, tokenizer_config: TokenizerConfig) -> Experi
 
 def _tokenizer(directory: Path, tokenizer_config: TokenizerConfig) -> Tokenizer | None:
     file, content = directory / "tokenizer.json", None
-    # Preferred to tokenizer.json: SentencePiece ids are the model's, without added tokens.
-    for name in ("spiece.model", "tokenizer.model"):
+    for name in ("spiece.model", "tokenizer.model"):  # preferred: ids without added tokens
         model = directory / name
         if model.is_file() and (SentencePiece.can_read(model.read_bytes()) or not file.is_file()):
             return load_tokenizer(model, tokenizer_config)

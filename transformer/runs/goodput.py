@@ -12,11 +12,9 @@ TRAINED, PAID = "time/trained_seconds", "time/paid_seconds"
 
 class Goodput:
     """The seconds in which a run trained and those that were paid, over all of its processes.
-
     Compilation, evaluations, checkpoints and steps after the last log line that a run keeps are not
     training. Time is paid from when a process begins the run or from `TRANSFORMER_PAID_SINCE` (Unix
-    seconds), when the machine started. A process that died ended at its last log line.
-    """
+    seconds), when the machine started. A process that died ended at its last log line."""
 
     def __init__(self, log: Path, lines: list, earlier: Mapping, resume_step: int, began: float):
         """`lines`: of `log`, of earlier processes; `earlier`: their `record`; `began`: this one."""

@@ -1,8 +1,6 @@
 """Initialization from the trained parameters of a run or of a Hugging Face model.
-
 Parameters are matched by their names in unrolled layers, so scanned and unrolled models can
-initialize each other. A mismatch is an error unless the config lists it (init_new, init_drop).
-"""
+initialize each other. A mismatch is an error unless the config lists it (init_new, init_drop)."""
 
 import fnmatch
 import hashlib
@@ -132,9 +130,8 @@ def _match(train: TrainConfig, targets: Mapping, sources: Mapping) -> set[str]:
 
 
 def _fit(train: TrainConfig, name: str, x: jax.Array, initial: jax.Array) -> jax.Array:
-    """Returns `x`, adapted to the shape of `initial`. Key/value heads become the means of groups of
-    consecutive heads, whose query heads read them. `train.init_positions` interpolates a position
-    table, or overwrites the first rows of `initial`."""
+    """Returns `x` in the shape of `initial`: means of groups of key/value heads, which query heads
+    share, or a position table, interpolated or in the first rows (`train.init_positions`)."""
     if x.shape == initial.shape:
         return x
     if _is_kv(name):

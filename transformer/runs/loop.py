@@ -20,9 +20,8 @@ from transformer.runs.run import begin
 
 
 def train(config: Experiment, workdir: str | os.PathLike, verbose: bool = False) -> int:
-    """Trains in `workdir`, or continues an interrupted run of the same experiment. With `verbose`,
-    more details are printed before the first step. Returns the number of completed steps. It is
-    less than `train.steps` after SIGTERM or Ctrl-C; another call continues from there."""
+    """Trains in `workdir`, or resumes the run. Returns the number of completed steps: less than
+    `train.steps` after SIGTERM or Ctrl-C. `verbose` prints more details before the first step."""
     workdir = Path(workdir)
     on_mesh = lambda: use(start(config.platform, config.mesh))
     with disk_errors(workdir), on_mesh() as mesh, rundir.locked([workdir]):
@@ -38,8 +37,7 @@ def train(config: Experiment, workdir: str | os.PathLike, verbose: bool = False)
                 run.recorder.push(run.step, metrics)
                 profile(run.step)
                 if run.step < config.train.steps and stopped(run.step):
-                    # Little time is left. The resumed run performs an evaluation that is due.
-                    run.save()
+                    run.save()  # time is short; the resumed run evaluates if it is due
                     break
                 if run.evaluation_due():
                     run.evaluate()
@@ -52,10 +50,8 @@ _RUNS = itertools.count()
 """Numbers the runs of this process, so that an agreed stop applies to one run only."""
 
 received_signals: list[int] = []
-"""Signals that this process received while it trained.
-
-One after a run's last step does not affect it. Check this list before starting another run.
-"""
+"""Signals that this process received while it trained. One after a run's last step does not affect
+it: check this list before starting another run."""
 
 
 @contextlib.contextmanager

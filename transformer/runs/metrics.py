@@ -170,10 +170,8 @@ class Recorder:
     `push(step, metrics)` reads the metrics of the previous step, which the device has finished by
     then, so the host never waits for the step it has just started. `window` holds the sums since
     the last log line. It is saved with a checkpoint, so that a resumed run has the same curve as an
-    uninterrupted one. `together` is the number of runs that share the measured time. A line also
-    has the mean number of CPU cores that other processes have used since the start, because they
-    may have slowed the run down. The `watchdog` ends the process if a step hangs.
-    """
+    uninterrupted one. `together` runs share the measured time. A line also has the mean number of
+    CPU cores that other processes have used, because they may have slowed the run down."""
 
     def __init__(
         self, log: MetricsLog, progress: Progress, rate: Callable, every: int, window,
@@ -184,8 +182,7 @@ class Recorder:
         self._together = {"time/together": together} if together > 1 else {}
         self.window = dict(window)
         self._late: tuple[int, dict] | None = None
-        # Start of the open interval. None until the first step, which compiles, is done.
-        self._mark: float | None = None
+        self._mark: float | None = None  # start of the open interval; None while compiling
         self._timed_tokens, self._timed_steps = 0.0, 0
         self._aside, self._began = False, (time.perf_counter(), _cpu_of_others())
         self.watchdog, self._step = Watchdog(), 0

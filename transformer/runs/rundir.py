@@ -42,16 +42,12 @@ OUTPUT_FIELDS = (
 RESUME_FIELDS = (
     *OUTPUT_FIELDS, "mesh", "decoding", "model.scan_layers", "model.pipeline_rounds",
     "model.pipeline_microbatches", "model.remat", "train.accumulate",
-    # The tokenizer determines the special tokens. The config must agree with it.
-    *(f"model.{field}" for field in SPECIAL_TOKENS),
+    *(f"model.{field}" for field in SPECIAL_TOKENS),  # as the tokenizer determines
     "data.eval_overlap", "train.eval_batches", "train.evaluators",
 )  # fmt: skip
-"""Fields that may change when a run resumes.
-
-They do not affect the results of training, except for rounding, for the dropout masks if
-`scan_layers` or `accumulate` changes, and for the capacity of experts if the batch is split into
-other parts (`accumulate`, `pipeline_microbatches`).
-"""
+"""Fields that may change when a run resumes. They do not affect the results of training, except for
+rounding, for dropout masks (`scan_layers`, `accumulate`), and for the capacity of experts if the
+batch is split into other parts (`accumulate`, `pipeline_microbatches`)."""
 
 
 def check(workdir: Path, config: Experiment) -> None:
@@ -172,27 +168,20 @@ def load_config(workdir: Path) -> Experiment:
 def record_start(
     workdir: Path, config: Experiment, mesh: Mesh, tokenizer: Tokenizer | None, origin: dict
 ) -> None:
-    """Writes config.json, the tokenizer and manifest.json. The manifest records what the results
-    depend on: versions, commit, devices and mesh and, in `origin`, the number of parameters, data
-    hashes and attention backends. It keeps an entry for every earlier start."""
+    """Writes config.json, the tokenizer and manifest.json: versions, commit, devices and mesh; in
+    `origin`, the number of parameters, data hashes and attention backends; and earlier starts."""
     save_plugins(workdir, to_mapping(config))
     workdir.mkdir(parents=True, exist_ok=True)
     write_json(workdir / "config.json", to_mapping(config))
     manifest = {
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": sys.argv,
-        "transformer": __version__,
-        "commit": _commit(),
-        "python": platform.python_version(),
-        "host": platform.node(),
-        "cores": os.cpu_count(),
+        "command": sys.argv, "transformer": __version__, "commit": _commit(),
+        "python": platform.python_version(), "host": platform.node(), "cores": os.cpu_count(),
         "versions": {name: importlib.metadata.version(name) for name in _PACKAGES},
         "devices": [str(d.device_kind) for d in mesh.devices.flat],
-        "platform": mesh.devices.flat[0].platform,
-        "processes": jax.process_count(),
-        "mesh": dict(mesh.shape),
-        **origin,
-    }
+        "platform": mesh.devices.flat[0].platform, "processes": jax.process_count(),
+        "mesh": dict(mesh.shape), **origin,
+    }  # fmt: skip
     if tokenizer is not None:
         for name in FILES.values():  # from an earlier start with another config
             (workdir / name).unlink(missing_ok=True)

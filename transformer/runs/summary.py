@@ -21,13 +21,9 @@ from transformer.parallel.sharding import format_bytes, local_bytes, path_name
 def summary(
     program, data: Data, batches: Stream, backends: Mapping[str, str], resumed: str, verbose: bool
 ) -> list[str]:
-    """Returns at most five lines, and one per role of parameters that has multipliers.
-
-    With `verbose`, it also returns the largest parameters and other details.
-
-    `program` is the `Program` of the run. `backends` are the attention backends, each with the
-    reason why it is used. `resumed` describes where the run resumes, if it does.
-    """
+    """Returns at most five lines, and one per role of parameters that has multipliers; with
+    `verbose`, also the largest parameters and other details. `backends` are the attention backends,
+    each with the reason why it is used. `resumed` is where the run resumes, if it does."""
     config, mesh, params = program.config, program.mesh, program.abstract.params
     described = "; ".join(name + (f" ({why})" if why else "") for name, why in backends.items())
     is_fallback = any(backends.values())

@@ -1,8 +1,6 @@
 """TensorBoard's event file, written by the calling thread.
-
 `tensorboardX.SummaryWriter` writes in a thread of its own. If that thread fails, on a full disk for
-example, the training loop waits for it forever.
-"""
+example, the training loop waits for it forever."""
 
 import time
 from pathlib import Path

@@ -17,18 +17,15 @@ LEAST = 300.0  # the shortest default deadline, in seconds
 
 
 class Watchdog:
-    """Ends this process, with exit code 1, when a step takes longer than a deadline.
-
-    It prints the step, the host and the stacks of all threads. The other processes of the run lose
-    their connection and end, too, and a launcher can restart the run. The deadline is `seconds` or,
-    if that is 0, ten times the median of the last 100 steps and at least 300 s. The first step,
-    which compiles, evaluations and checkpoints are not watched.
-    """
+    """Ends this process, with exit code 1, when a step takes longer than a deadline. It prints the
+    step, the host and the stacks of all threads. The run's other processes lose their connection
+    and end, too, and a launcher can restart the run. The deadline is `seconds` or, if that is 0,
+    ten times the median of the last 100 steps and at least 300 s. The first step, which compiles,
+    evaluations and checkpoints are not watched."""
 
     def __init__(self):
         self.seconds, self._last = 0.0, collections.deque(maxlen=100)
-        # (step, its start, its deadline). None: no step is watched.
-        self._current: tuple[int, float, float] | None = None
+        self._current: tuple[int, float, float] | None = None  # step, its start, its deadline
         self._closed = threading.Event()
         threading.Thread(target=self._watch, daemon=True).start()
 

@@ -1,5 +1,4 @@
 """Cross-entropy with label smoothing and z-loss, from the last hidden state, one chunk at a time.
-
 Shape suffixes: B batch, T length, C length of a chunk, D d_model, V vocabulary.
 
 With logits l, log Z = logsumexp(l), target y and smoothing e, the loss of a token is
@@ -12,8 +11,7 @@ Its gradient with respect to the logits is
     (1 + 2 z log Z) softmax(l) - (1 - e) onehot(y) - e / V
 
 The forward pass computes it with the loss, converts each chunk of logits to gradients of hidden
-state and head, and discards it. That saves B*T*V numbers and, on a CPU, a tenth of the step.
-"""
+state and head, and discards it. That saves B*T*V numbers and, on a CPU, a tenth of the step."""
 
 import functools
 
@@ -161,9 +159,8 @@ cross_entropy.defvjp(_forward, _backward)
 
 
 def _on_each_device(work, chunks: int, h_BxTxD, head: Head, targets_BxT, weights_BxT):
-    """Runs `work`, which returns (sums, gradient of h, gradient of the head). With several chunks
-    on several devices, each device processes its own tokens. The head's gradient is then summed
-    over devices once, after the last chunk, rather than once per chunk."""
+    """Runs `work`, which returns (sums, gradient of h, gradient of the head). With several chunks,
+    each device processes its own tokens, and the head's gradient is summed over devices once."""
     batch_axes, length = fitting("batch", h_BxTxD.shape[0]), fitting("length", h_BxTxD.shape[1])
     axes = (*batch_axes, *length)
     if chunks == 1 or not axes:
@@ -183,10 +180,9 @@ def _on_each_device(work, chunks: int, h_BxTxD, head: Head, targets_BxT, weights
 
 
 def auto_chunks(batch: int, length: int, vocab: int, mesh: Mesh) -> int:
-    """Returns the number of chunks, a divisor of the length per device. On one device, a chunk has
-    about 2^23 logits but at least 1,024 tokens. On several devices, it has about 2^27 logits per
-    device (half a GB) but at least 2,048 tokens. The limits are larger because every chunk reads
-    and writes the head's gradient, which all devices hold in full."""
+    """Returns the number of chunks, a divisor of the length per device. A chunk has about 2^23
+    logits but at least 1,024 tokens or, on each of several devices, 2^27 logits (half a GB) but at
+    least 2,048 tokens, because it reads and writes the head's whole gradient."""
     batch, length = batch // min(batch_parts(mesh.shape), batch), length // mesh.shape["context"]
     vocab = -(-vocab // mesh.shape["tensor"])
     chunk_tokens = max(1024, 2**23 // vocab) if mesh.size == 1 else max(2048, 2**27 // vocab)

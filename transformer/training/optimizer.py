@@ -19,7 +19,6 @@ from transformer.training.config import OptimizerConfig
 
 def schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
     """Returns the schedule: update number (from 0) -> learning rate.
-
     All schedules start with a linear warm-up over `warmup_steps` to the peak, the config's rate.
 
         inverse_sqrt   peak * min(n / w, sqrt(w / n)) with n = update + 1 and w = warm-up steps:
@@ -30,8 +29,7 @@ def schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
                        counted from the one before (WSD-S; Wen et al. 2024).
         constant       at the peak
 
-    The learning rate and the warm-up may be traced (lab/together.py).
-    """
+    The learning rate and the warm-up may be traced (lab/together.py)."""
     peak, warmup = config.learning_rate, config.warmup_steps
     if config.schedule == "inverse_sqrt":
         number = lambda update: jnp.asarray(update, jnp.float32) + 1
@@ -75,8 +73,7 @@ def build_optimizer(
 
     r and d are the multipliers of the model's `parametrization` (model/parametrizations/). Its
     multiplier of epsilon divides the gradient, which has the same effect on Adam. Biases of routers
-    with `bias_rate` move by the sign of their gradient alone (model/feed_forwards/experts.py).
-    """
+    with `bias_rate` move by the sign of their gradient alone (model/feed_forwards/experts.py)."""
     rate = schedule(config, steps)
     rules = parameter_rules(FAMILIES[model.family], model)
     decay = optax.identity()

@@ -1,9 +1,7 @@
 """The model's outputs on a batch, and the training and evaluation steps, for all objectives.
-
 Shape suffixes: B batch, T length, E width of the token head's input.
 
-The loss, a sum over the global batch / its weights, depends on neither mesh nor micro-batches.
-"""
+The loss, a sum over the global batch / its weights, depends on neither mesh nor micro-batches."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -36,8 +34,7 @@ _OPTIONS = {
 
 @struct.dataclass
 class ModelOutputs:
-    """The model's outputs on a batch, as inputs of the losses. Hidden state and head are None
-    without token targets, label logits without label targets."""
+    """The model's outputs, as inputs of the losses. Those without targets in the batch are None."""
 
     hidden_BxTxE: jax.Array | None
     head: Head | None

@@ -16,20 +16,17 @@ from transformer.model.layout import flatten, part, split_layer_path, where
 class AttentionStatistics(OneBatch):
     """Statistics of each attention head, on one batch.
 
-    Weights are recomputed from queries and keys, so the model may use any attention backend.
-    """
+    Weights are recomputed from queries and keys, so the model may use any attention backend."""
 
     def why_not(self, task):
         if not task.model.observes("heads"):
             return f"requires attention heads; model.mixer = {plain(task.model.mixer)!r} has none"
 
     def measure(self, subject: Subject, snapshot: Snapshot) -> Metrics:
-        """Yields attention/STATISTIC/SIDE/LAYER/SUBLAYER/HEAD, on one batch.
-
-        model/attention_statistics.py defines the statistics: entropy, weight on the first and on
-        the previous token, mean distance, largest logit. `induction` (Olsson et al. 2022) is
-        `repeated`, in decoders, on a random sequence that is repeated once.
-        """
+        """Yields attention/STATISTIC/SIDE/LAYER/SUBLAYER/HEAD, on one batch
+        (model/attention_statistics.py): entropy, weight on the first and on the previous token,
+        mean distance, largest logit. `induction` (Olsson et al. 2022) is `repeated`, in decoders,
+        on a random sequence that is repeated once."""
         model, params = subject.config.model, snapshot.params
         heads = lambda params, batch: flatten(subject.watch(params, batch, "heads")[1]["heads"])
         statistics = subject.program("attention", heads)

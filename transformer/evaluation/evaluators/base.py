@@ -23,12 +23,9 @@ class Evaluator:
 
     name: ClassVar[str]  # the registered name, by which a config selects the evaluator
     in_training: ClassVar[bool]  # measure at evaluations in training, too, not just in `evaluate`
-    # First parts of metric names in addition to `name`: eval/depth/..., test/context/...
-    metric_prefixes: ClassVar[tuple[str, ...]] = ()
-    # Part of a metric's name -> unit and direction, as in `KINDS` of transformer/units.py
-    kinds: ClassVar[Mapping[str, Kind]] = {}
-    # Figures by position or layer, as in `PROFILES` of transformer/lab/profiles.py
-    profiles: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    metric_prefixes: ClassVar[tuple[str, ...]] = ()  # besides `name`, as in test/context/...
+    kinds: ClassVar[Mapping[str, Kind]] = {}  # part of a name -> unit, direction (units.py)
+    profiles: ClassVar[Mapping[str, tuple[str, ...]]] = {}  # figures, as in lab/profiles.py
 
     def error(self, problem: str) -> UserError:
         """Returns an error about the evaluator's options."""

@@ -17,21 +17,19 @@ from transformer.training.step import batch_sums
 class DepthProfile(OneBatch):
     """Sizes of residual stream, branch, gradient and update, by layer and sublayer, on one batch.
 
-    See Xiong et al. (2020) and Liu et al. (2020).
-    """
+    See Xiong et al. (2020) and Liu et al. (2020)."""
 
     metric_prefixes = ("depth",)
 
     def measure(self, subject: Subject, snapshot: Snapshot) -> Metrics:
         """Yields depth/SIZE/SIDE/LAYER/SUBLAYER, on one batch. SIZE is one of:
 
-        stream    root mean square of the residual stream that enters the sublayer
-        branch    root mean square of the branch, relative to that of the stream it is added to
-        gradient  norm of the gradient of the loss with respect to the sublayer's parameters
-        update    norm of the next update, relative to that of the parameters (in training)
+            stream    root mean square of the residual stream that enters the sublayer
+            branch    root mean square of the branch, relative to that of the stream it is added to
+            gradient  norm of the gradient of the loss with respect to the sublayer's parameters
+            update    norm of the next update, relative to that of the parameters (in training)
 
-        `gradient` and `update` are also yielded for each matrix: .../SUBLAYER/MATRIX.
-        """
+        `gradient` and `update` are also yielded for each matrix: .../SUBLAYER/MATRIX."""
         config, mesh = subject.config, subject.mesh
 
         def profile(params, opt_state, batch):
@@ -86,12 +84,9 @@ class LogitLens(OneBatch):
         return None if task.objective.predicts_tokens else NEEDS_TOKENS
 
     def measure(self, subject: Subject, snapshot: Snapshot) -> Metrics:
-        """Yields lens/loss/LAYER and lens/agrees/LAYER.
-
-        The model's final norm and head predict tokens from the residual stream after this layer.
-        `loss` is the loss of these predictions in nats per token, on one batch. `agrees` is the
-        share of tokens for which the most likely token is that of the model.
-        """
+        """Yields lens/loss/LAYER and lens/agrees/LAYER. The model's final norm and head predict
+        tokens from the residual stream after this layer. `loss` is that of these predictions, nats
+        per token, on one batch. `agrees` is the share of tokens predicted as by the model."""
 
         def lens(params, batch):
             hidden, sown, batch = subject.watch(params, batch, "streams")

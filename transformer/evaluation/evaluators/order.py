@@ -12,8 +12,7 @@ from transformer.evaluation.subject import as_documents
 class Order(OneBatch):
     """Change of the last prediction of a sequence when the tokens before it are permuted.
 
-    Measured on one batch. It is zero for a model that ignores the order of tokens.
-    """
+    Measured on one batch. It is zero for a model that ignores the order of tokens."""
 
     def why_not(self, task):
         if task.model.is_encoder_decoder or not task.objective.predicts_tokens:
@@ -35,8 +34,7 @@ class Order(OneBatch):
         full = np.flatnonzero((batch["segments"] > 0).all(axis=1))
         if not len(full):
             raise self.error("needs a sequence without padding; set data.packing=True")
-        # Repeats sequences if too few are full, to keep the shape of the batch.
-        chosen = np.resize(full, count)
+        chosen = np.resize(full, count)  # repeated if few are full, to keep the batch's shape
         inputs = batch["inputs"][chosen]
         permutation = np.random.default_rng(0).permutation(length - 1)
         permuted = np.concatenate([inputs[:, permutation], inputs[:, -1:]], axis=1)

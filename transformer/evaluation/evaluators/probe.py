@@ -18,8 +18,7 @@ from transformer.output import count
 class Probe(Evaluator):
     """Accuracy on synthetic tasks (data/probes.py), at the training lengths and longer ones.
 
-    Draws separate examples of each length. Short questions are few, so they occur in training, too.
-    """
+    Draws separate examples of each length. Short questions are few; they occur in training, too."""
 
     in_training = True
 
@@ -44,12 +43,10 @@ class Probe(Evaluator):
         return f"{count(self.examples, 'example')} per length"
 
     def measure(self, subject: Subject, snapshot: Snapshot) -> Metrics:
-        """Yields probe/exact/LENGTH and probe/tokens/LENGTH.
-
-        A token is correct if it is the most likely one given the tokens before it. `exact` is the
-        share of answers with only correct tokens, which greedy decoding would generate. `tokens` is
-        the share of correct tokens. LENGTH is that of the task (data/probes.py).
-        """
+        """Yields probe/exact/LENGTH and probe/tokens/LENGTH (of the task: data/probes.py). A token
+        is correct if it is the most likely one given those before. `exact` is the share of answers
+        that are correct in every token, as greedy decoding gives; `tokens` is that of correct
+        tokens."""
         config = subject.config
         trained = probes.parse(config.data.train) if _has_task(config.data) else None
         for length in self.lengths or tuple(times * trained.longest for times in (1, 2, 4)):

@@ -19,8 +19,7 @@ class Extrapolation(Evaluator):
     """Loss of a language model in sequences of 1, 2, 4, ..., `times` training lengths.
 
     The sequences do not overlap. With `sliding`, it is also measured in overlapping ones, whose
-    last tokens alone count; the tokens before them are context. See Press et al. (2022).
-    """
+    last tokens alone count; the tokens before them are context. See Press et al. (2022)."""
 
     in_training = False
     metric_prefixes = ("extrapolation_sliding", "context")
@@ -58,11 +57,10 @@ class Extrapolation(Evaluator):
         """Yields three metrics for each LENGTH:
 
         - extrapolation: nats per token in sequences of this length that do not overlap;
-        - context: mean number of tokens before each token in them, which is half the length if
-          texts are that long, and less if several texts share a sequence;
-        - extrapolation_sliding: nats per token in sequences that start one training length apart,
-          whose last training length alone counts. The first tokens of the text have less context.
-        """
+        - context: mean number of tokens before each token in them: half the length, or less if
+          several texts share a sequence;
+        - extrapolation_sliding: nats per token of the last training length of sequences that start
+          one training length apart. The first tokens of the text have less context."""
         config, length = subject.config, subject.config.data.length
         for times in self.multiples:
             longer = length * times
@@ -118,8 +116,7 @@ class LossByPosition(Evaluator):
 class LossWith(Evaluator):
     """Loss of the same parameters with one field of the model changed.
 
-    Example: `dict(name="loss_with", change="model.causal=True")`.
-    """
+    Example: `dict(name="loss_with", change="model.causal=True")`."""
 
     in_training = True
 

@@ -52,8 +52,7 @@ class _OfPairs(Evaluator):
 class Translation(_OfPairs):
     """BLEU, chrF and sample translations of the first validation sentences, during training.
 
-    Decodes as `config.decoding` sets. Does nothing in `evaluate`, which translates the whole split.
-    """
+    Decodes as `config.decoding` sets. Does nothing in `evaluate`, which translates all the text."""
 
     in_training = True
 
@@ -102,9 +101,8 @@ class BleuByLength(_OfPairs):
         at_least("train.evaluators", self, 1, "words")
 
     def measure(self, subject: Subject, snapshot: Snapshot) -> Metrics:
-        """Yields bleu_by_length/WORDS: BLEU by the length of the source. Each group has the sources
-        with WORDS to WORDS + `words` - 1 whitespace-separated words. Groups with fewer than ten
-        sources are omitted."""
+        """Yields bleu_by_length/WORDS: BLEU of sources with WORDS to WORDS + `words` - 1
+        whitespace-separated words. Groups with fewer than ten sources are omitted."""
         if snapshot.translations is None:
             return
         group_of = lambda translation: max(len(translation[0].split()) - 1, 0) // self.words

@@ -1,9 +1,7 @@
 """The interface of optimizers. A new optimizer is a class in a file of this package.
-
-The settings that most optimizers share (`b1`, `b2`, `epsilon`, `momentum`, and those of the
-schedule) are fields of OptimizerConfig. Other settings are the fields of the optimizer's dataclass,
-and a config sets them as options: `name=dict(name="adafactor", ...)`.
-"""
+Settings that most optimizers share (`b1`, `b2`, `epsilon`, `momentum`, and those of the schedule)
+are fields of OptimizerConfig. Others are fields of the optimizer's dataclass, and a config sets
+them as options: `name=dict(name="adafactor", ...)`."""
 
 import dataclasses
 from typing import Any, ClassVar
@@ -23,8 +21,7 @@ class Optimizer:
     """The base class of optimizers. Register a subclass with `@OPTIMIZERS.register("name")`."""
 
     name: ClassVar[str]  # by which a config chooses the optimizer; `register` sets it
-    # Those of `b1`, `b2`, `epsilon`, `momentum` that it reads. The config rejects the others.
-    fields: ClassVar[frozenset[str]] = frozenset()
+    fields: ClassVar[frozenset[str]] = frozenset()  # the shared settings that it reads
     moments: ClassVar[int] = 0  # arrays in its state that have the shape of the parameters
     scales_with_size: ClassVar[bool] = False  # whether muP and CompleteP are derived for it
 

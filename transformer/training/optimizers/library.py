@@ -10,8 +10,7 @@ from transformer.training.optimizers.base import OPTIMIZERS, Optimizer
 class AdamW(Optimizer):
     """AdamW: bias-corrected running means of the gradient and of its square.
 
-    Adam: Kingma & Ba 2015. Decoupled weight decay: Loshchilov & Hutter 2019.
-    """
+    Adam: Kingma & Ba 2015. Decoupled weight decay: Loshchilov & Hutter 2019."""
 
     fields = frozenset({"b1", "b2", "epsilon"})
     moments = 2

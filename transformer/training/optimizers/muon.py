@@ -1,7 +1,5 @@
 """Muon: momentum whose matrices are orthogonalized (Jordan et al. 2024).
-
-Shape suffixes: G matrices of equal shape, n rows and m columns with n <= m.
-"""
+Shape suffixes: G matrices of equal shape, n rows and m columns with n <= m."""
 
 import itertools
 import math
@@ -34,10 +32,8 @@ class Muon(Optimizer):
     where orthogonalize(U S V^T) is about U V^T, computed by Newton-Schulz iteration. The update has
     the root mean square `rms` whatever its shape, so that learning rate and weight decay carry over
     from AdamW (Liu et al. 2025, "Muon is Scalable for LLM Training"). AdamW updates embeddings, the
-    unembedding, norms, biases, gates, routers and position tables.
-
-    On several devices, matrices of equal shape are stacked and spread: each is orthogonalized once.
-    """
+    unembedding, norms, biases, gates, routers and position tables. On several devices, matrices of
+    equal shape are stacked and spread: each is orthogonalized once."""
 
     fields = frozenset({"b1", "b2", "epsilon", "momentum"})
     moments = 2
@@ -84,8 +80,7 @@ class MuonState:
 
     momentum: Any
     adam: optax.ScaleByAdamState
-    # Those of each parameter, in the order of leaves; None for AdamW
-    axes: tuple[Axes | None, ...] = struct.field(pytree_node=False)
+    axes: tuple[Axes | None, ...] = struct.field(pytree_node=False)  # in leaf order; None: AdamW
 
 
 def _axes(path: str, x: Any, per_head: bool) -> Axes | None:
