@@ -44,6 +44,37 @@ def test_every_format_reads_the_same_pairs(tmp_path):
     assert read("jsonl", f"{tmp_path}/*.jsonl.gz", "en", "es") == pairs
 
 
+def test_parquet_and_zstd(tmp_path, monkeypatch):
+    import pyarrow
+    from pyarrow import parquet
+
+    columns = {"en": ENGLISH, "es": SPANISH, "n": [1] * len(ENGLISH)}
+    parquet.write_table(pyarrow.table(columns), tmp_path / "x.parquet", row_group_size=2)
+    pairs = list(zip(ENGLISH, SPANISH, strict=True))
+    read = lambda name: list(sources.read("parquet", str(tmp_path / name), ("en", "es"), PAIR))
+    assert read("x.parquet") == pairs
+    content = (tmp_path / "x.parquet").read_bytes()
+    (tmp_path / "y.parquet").write_bytes(content[:-9])
+    with pytest.raises(UserError, match=r"y\.parquet: not a Parquet file, or damaged before row 1"):
+        read("y.parquet")
+    with pytest.raises(UserError, match=r"x\.parquet: row 1: no field 'de'; its fields are en, es"):
+        next(sources.read("parquet", str(tmp_path / "x.parquet"), ("de",)))
+    lines = "".join(f"{text}\n" for text in ENGLISH).encode()
+    compress = lambda text: pyarrow.compress(text, "zstd", asbytes=True)
+    frames = compress(lines[:50]) + compress(lines[50:])
+    (tmp_path / "x.txt.zst").write_bytes(frames)
+    assert list(sources.read("text", f"{tmp_path}/x.txt.zst")) == [(e,) for e in ENGLISH]
+    (tmp_path / "y.txt.zst").write_bytes(frames[:-5])
+    with pytest.raises(UserError, match=r"y\.txt\.zst: damaged or cut off"):
+        list(sources.read("text", f"{tmp_path}/y.txt.zst"))
+    (tmp_path / "z.txt.zst").write_bytes(b"no frames")
+    with pytest.raises(UserError, match=r"z\.txt\.zst: damaged or cut off"):
+        list(sources.read("text", f"{tmp_path}/z.txt.zst"))
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(UserError, match=r"needs pyarrow, which comes with the extra \[prepare\]"):
+        list(sources.read("text", f"{tmp_path}/x.txt.zst"))
+
+
 @pytest.mark.parametrize(
     ("name", "content", "config", "message"),
     [

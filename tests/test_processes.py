@@ -8,6 +8,7 @@ import importlib.util
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pytest
 from xla_flags import one_device_flags
 
 from transformer.cli import main
@@ -81,27 +83,34 @@ def wait_for_exit(
     return [process.returncode for process in started], outputs
 
 
-def test_resumes_on_fewer_processes_bitwise(tmp_path, monkeypatch):
+@pytest.mark.parametrize("kind", ["text", "prepared"])
+def test_resumes_on_fewer_processes_bitwise(tmp_path, monkeypatch, capsys, kind):
     """Trains on four processes until one is preempted, on two likewise, then on one.
 
     The run equals that of one process from start to end.
     """
     monkeypatch.chdir(ROOT)
-    steps = "--config.train.steps=24"
-    assert wait_for_exit(launch(1, tmp_path / "whole", steps))[0] == [0]
+    options = ["--config.train.steps=24"]
+    if kind == "prepared":
+        prepare = ["data", "prepare", *TRAIN[1:], f"--output={tmp_path / 'text'}"]
+        assert main([*prepare, "--beam=--runner=BundleBasedDirectRunner"]) == 0
+        options += shlex.split(capsys.readouterr().out.partition("read it with ")[2])
+    assert wait_for_exit(launch(1, tmp_path / "whole", *options))[0] == [0]
     for count, victim in ((4, 2), (2, 0)):
         before = len(logged_metrics(tmp_path / "parts"))
-        started = launch(count, tmp_path / "parts", steps)
+        started = launch(count, tmp_path / "parts", *options)
         wait_until(lambda before=before: len(logged_metrics(tmp_path / "parts")) > before)
         started[victim].send_signal(signal.SIGTERM)
         exit_codes, outputs = wait_for_exit(started)
         assert exit_codes == [143] * count, outputs
         assert "stopped at step" in outputs[0]
     assert 2 < len(logged_metrics(tmp_path / "parts")) < 24
-    exit_codes, (output,) = wait_for_exit(launch(1, tmp_path / "parts", steps))
+    exit_codes, (output,) = wait_for_exit(launch(1, tmp_path / "parts", *options))
     assert exit_codes == [0] and "resumed     at step" in output
     whole, parts = logged_metrics(tmp_path / "whole"), logged_metrics(tmp_path / "parts")
     assert len(whole) == 25 and whole == parts
+    if kind == "prepared":
+        return
     on_one, on_two = (evaluate_and_generate(tmp_path / "parts", count) for count in (1, 2))
     assert on_one["loss"] > 1 and on_one["answer"].strip() and on_one == on_two
     manifest = json.loads((tmp_path / "parts" / "manifest.json").read_text())

@@ -1,4 +1,5 @@
 """The command line as a process: `python -m transformer` or the installed script `transformer`.
+
 Ctrl-C ends the process at any time, with one line and exit code 130. Errors that one line describes
 print a traceback only if TRANSFORMER_TRACEBACKS=1; all other errors always do."""
 

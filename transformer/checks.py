@@ -1,4 +1,5 @@
 """Validation that all configs share. Each error is one line with the field, the value and a fix.
+
 `@strict(section, effects)` turns a dataclass into a config. Other functions check single fields."""
 
 import dataclasses

@@ -1,4 +1,5 @@
 """Claims: locks that keep two processes from working on the same run.
+
 A claim is a file that names its holder, which updates its modification time every few seconds. A
 claim is dead if its process has ended (detected at once on the same machine), or if it was not
 renewed for `STALE` seconds. Files are created exclusively, even on shared disks (from NFS 3 on)."""

@@ -1,4 +1,5 @@
 """The experiment: one frozen dataclass that contains the configs of all packages.
+
 Configs are validated when they are built. config_io.py reads experiments from files."""
 
 import dataclasses

@@ -1,4 +1,5 @@
 """Runs as models of EleutherAI's lm-evaluation-harness (extra [eval]).
+
 Example:
 
     from transformer.harness import HarnessLM

@@ -1,4 +1,5 @@
 """Text for people: colors, plurals, elapsed time; streams that close early; redundant tracebacks.
+
 A stream may be closed before a command begins (`train >&-`) or ends (`train | head`)."""
 
 import contextlib

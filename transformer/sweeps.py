@@ -1,4 +1,5 @@
 """Sweeps: a small algebra over dotted fields of an experiment.
+
 An experiment file may define `sweep()` beside `get_config()`, as experiments/ablation.py does:
 
     return Sweep(product(vary("model.norm_placement", "pre", "post"), vary("model.d_ff", 64, 96)))

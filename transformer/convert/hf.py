@@ -1,4 +1,5 @@
 """Loads and saves Hugging Face directories: config.json, and safetensors in one file or in shards.
+
 Parameters are converted one at a time. The model is never in memory twice."""
 
 import importlib

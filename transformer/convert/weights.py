@@ -1,4 +1,5 @@
 """Mappings between outside tensors and our parameters. The weights of a family are a table of them.
+
 An outside tensor holds one or several of our parameters. Our kernels are [inputs..., outputs...],
 with heads as separate axes; a PyTorch linear layer is [outputs, inputs]. Our paths are those of
 unrolled layers (`decoder/layers_3/...`), whatever the layout of the model."""

@@ -11,6 +11,7 @@ The fields of a batch have shape [B, length]; those of the decoder in an encoder
     labels, label_weights: the class of each sequence, [B], or of each input.
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -28,6 +29,7 @@ Batch = dict[str, np.ndarray]
 class Stream:
     """Batches indexed by step. Any host can build any batch, in any order."""
 
+    threads = 2  # that build batches ahead of time
     report: dict[str, int]  # description -> number of texts or parts dropped or cut
 
     def __len__(self) -> int:
@@ -47,7 +49,7 @@ class Stream:
     def stream(self, start: int = 0, stop: int | None = None) -> Iterator[Batch]:
         """Yields batches start, start + 1, ..., stop - 1. Threads build them ahead of time."""
         stop = len(self) if stop is None else stop
-        options = grain.ReadOptions(num_threads=2, prefetch_buffer_size=8)
+        options = grain.ReadOptions(self.threads, prefetch_buffer_size=max(8, self.threads))
         if stop <= start:
             return iter(())
         return iter(grain.MapDataset.source(self)[start:stop].to_iter_dataset(options))
@@ -79,27 +81,34 @@ class Batches(Stream):
         decoder_length = decoder_length or length
         self._decoder_widths = [width * decoder_length // length for width in self._widths]
         self._sizes = [batch_size * length // width for width in self._widths]
-        bucket_of = np.searchsorted(self._widths, sequences.lengths)
-        self._members = [np.flatnonzero(bucket_of == b) for b in range(len(self._widths))]
-        pairs = zip(self._members, self._sizes, strict=True)
-        counts = [-(-len(members) // size) for members, size in pairs]
-        self._order = np.repeat(np.arange(len(counts)), counts)  # the bucket of each batch
-        self.per_epoch = len(self._order)
-        self._count = self.per_epoch if seed is None else LARGEST  # training repeats epochs
+        self.num_sequences = len(sequences.lengths)
         self._epoch: tuple[int, list[tuple[int, np.ndarray]]] | None = None
 
+    @functools.cached_property
+    def _members(self) -> list[np.ndarray]:
+        """The sequences in each bucket. A mixture, which has none, does without these arrays."""
+        bucket_of = np.searchsorted(self._widths, self._sequences.lengths)
+        return [np.flatnonzero(bucket_of == b) for b in range(len(self._widths))]
+
+    @functools.cached_property
+    def _order(self) -> np.ndarray:
+        """The bucket of each batch of an epoch."""
+        pairs = zip(self._members, self._sizes, strict=True)
+        counts = [-(-len(members) // size) for members, size in pairs]
+        return np.repeat(np.arange(len(counts)), counts)
+
+    @property
+    def per_epoch(self) -> int:
+        return len(self._order)
+
     def __len__(self) -> int:
-        return self._count
+        return self.per_epoch if self._seed is None else LARGEST  # training repeats epochs
 
     def __getitem__(self, step: int) -> Batch:
         epoch, number = divmod(step, self.per_epoch)
         bucket, indices = self._plan(epoch)[number]
         row = lambda i: self.segments(epoch, int(indices[i])) if i < len(indices) else []
         return self.fill(row, bucket)
-
-    @property
-    def num_sequences(self) -> int:
-        return sum(map(len, self._members))
 
     def epochs(self, steps):
         return {"": steps / self.per_epoch}
@@ -135,9 +144,11 @@ class MixedBatches(Stream):
     """The training batches of a mixture. Each source is shuffled anew in each of its epochs. Grain
     computes the order by index, so that no permutation is held in memory."""
 
-    def __init__(self, sources: Mapping[str, Batches], turns: Turns, batch_size: int, seed: int):
+    def __init__(
+        self, sources: Mapping[str, Batches], turns: Turns, batch_size: int, seed: int, threads: int
+    ):
         self._names, self._sources, self._turns = list(sources), list(sources.values()), turns
-        self._size, self.report = batch_size, _reports(sources)
+        self._size, self.report, self.threads = batch_size, _reports(sources), threads
         order = lambda source: grain.MapDataset.range(source.num_sequences).seed(seed).shuffle()
         self._orders = [order(source).repeat() for source in self._sources]
 

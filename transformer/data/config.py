@@ -58,13 +58,15 @@ class TokenizerConfig:
         return TokenizerConfig(path=str(path), **ids)
 
 
-_HAS_FIELDS = ("tsv", "jsonl", "arrayrecord", "huggingface")
+_HAS_FIELDS = ("tsv", "jsonl", "parquet", "arrayrecord", "huggingface")
+FORMATS = (*_HAS_FIELDS, "paired", "text", "probe", "prepared")
 
 
 def _has_own_splits(c) -> bool:
     """Whether files or the corpus provide both valid and test."""
     corpus = corpora.CORPORA.get(c.corpus)
-    return {"valid", "test"} <= corpus.files.keys() if corpus else bool(c.valid and c.test)
+    has_files = bool(c.valid and c.test) or c.format == "prepared"
+    return {"valid", "test"} <= corpus.files.keys() if corpus else has_files
 
 
 _DATA_EFFECTS = (
@@ -73,6 +75,9 @@ _DATA_EFFECTS = (
            lambda c: c.format in _HAS_FIELDS),
     Effect(("reverse",), "a source and a target to swap: data.objective='seq2seq'",
            lambda c: c.chosen.has_pairs),
+    Effect(("valid", "test", "reverse", "max_examples"),
+           "text that is not prepared: set this when it is prepared (data prepare)",
+           lambda c: c.format != "prepared"),
     Effect(("packing",),
            "data.buckets, or an objective that packs sequences (causal_lm, seq2seq, masked_lm)",
            lambda c: c.chosen.can_pack or c.buckets),
@@ -93,13 +98,15 @@ class DataConfig:
     """The text, the objective and the shape of the batches."""
 
     corpus: str = ""  # a known corpus (python -m transformer data); "" reads the files below
-    format: str = "tsv"  # tsv | paired | text | jsonl | arrayrecord | huggingface | probe
+    # tsv | paired | text | jsonl | parquet | arrayrecord | huggingface | probe | prepared
+    format: str = "tsv"
     # A path or glob, local or gs://. paired: "source,target"; huggingface: "name[/subset]:split";
-    # probe: "reverse:1-20".
+    # probe: "reverse:1-20"; prepared: a folder of `data prepare`.
     train: str = ""
     valid: str = ""  # validation text, like train; "": held out from train
     test: str = ""  # test text, like valid
-    # jsonl, arrayrecord, huggingface: ("text",) or ("source", "target"); tsv: column numbers.
+    # tsv: column numbers; jsonl, parquet, arrayrecord, huggingface: names, such as ("text",) or
+    # ("source", "target").
     fields: tuple[str, ...] = ()
     reverse: bool = False  # swap source and target
     # Several texts instead: dict(name=..., weight=..., max_epochs=...) for each, with the fields
@@ -132,8 +139,7 @@ class DataConfig:
             raise UserError("data.corpus and data.train: both name a training text; leave one out")
         if self.corpus and (self.valid or self.test or self.fields):
             raise UserError("data.corpus: a known corpus has its own files; set data.train instead")
-        formats = ("tsv", "paired", "text", "jsonl", "arrayrecord", "huggingface", "probe")
-        one_of("data.format", self.format, formats)
+        one_of("data.format", self.format, FORMATS)
         for part in ("train", "valid", "test") if self.format == "probe" else ():
             if path := getattr(self, part):
                 probes.parse(path, f"data.{part}")
@@ -149,6 +155,8 @@ class DataConfig:
         are_numbers = all(field.isascii() and field.isdigit() for field in self.fields)
         if self.format == "tsv" and not are_numbers:
             raise UserError(f"data.fields: {self.fields} must be column numbers, from 0, of a tsv")
+        if self.buckets and self.format == "prepared":
+            raise UserError("data.buckets: prepared sequences have one length; leave it out")
         if self.buckets:
             if min(self.buckets) < 1:
                 raise UserError(f"data.buckets: {self.buckets}; a sequence has at least 1 token")

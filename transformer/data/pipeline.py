@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
+from fractions import Fraction
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,9 +13,10 @@ from transformer.data.batching import Batches, JoinedBatches, MixedBatches, Stre
 from transformer.data.config import DataConfig, Task
 from transformer.data.mixture import Turns, of_temperature, phases_of, read_sources
 from transformer.data.objectives.base import Objective, Sequences
+from transformer.data.records import open_prepared
 from transformer.data.sources import Example
-from transformer.data.store import Store, joined, open_stores
-from transformer.data.tokenizer import Tokenizer
+from transformer.data.store import Store, joined, open_stores, with_tokenizer
+from transformer.data.tokenizer import Tokenizer, find_tokenizer
 from transformer.errors import UserError
 from transformer.model.config import ModelConfig
 from transformer.model.special_tokens import as_tuple
@@ -66,25 +68,30 @@ class Data:
         of = lambda name: Batches(self._sequences(name, part), **options)
         sources = {name: of(name) for name in data.sources}
         for name, batches in sources.items():
-            if not batches.per_epoch:
+            if not batches.num_sequences:
                 reasons = "; ".join(event(number, text) for text, number in batches.report.items())
                 problem = f"the {part} split has no sequence of {data.length} tokens"
                 problem += f" in source {name!r}" if name else ""
                 problem += f" ({reasons})" if reasons else ""
                 raise UserError(f"data.length: {problem}; add text, or change data.length")
-        if not data.mixture:
-            return sources[""]
-        check_fields(sources)
+        if data.mixture:
+            check_fields(sources)
         if part != "train":
-            return JoinedBatches(sources)
-        return MixedBatches(sources, self._turns(), data.batch_size, seed)
+            return JoinedBatches(sources) if data.mixture else sources[""]
+        is_prepared = any(store.is_prepared for store in self.stores.values())
+        if not data.mixture and not is_prepared:
+            return sources[""]
+        threads = 16 if is_prepared else 2  # each waits for the records of its batch
+        return MixedBatches(sources, self._turns(), data.batch_size, seed, threads)
 
     def _sequences(self, name: str, part: str) -> Sequences:
         task = _SourceTask(self.config.model, self.config.data.sources[name], self.config.seed)
-        return task.data.chosen.sequences(self.stores[name], part, task)
+        return self.stores[name].sequences(part, task)
 
     def _turns(self) -> Turns:
         data = self.config.data
+        if not data.mixture:
+            return Turns([(0, [Fraction(1)])])
         if temperature := data.mixture_temperature:
             tokens = [store.meta["train"]["tokens"] for store in self.stores.values()]
             return Turns([(0, of_temperature(tokens, temperature))])
@@ -124,6 +131,22 @@ def check_special_tokens(model: ModelConfig, tokenizer: Tokenizer) -> None:
             raise UserError(f"model.vocab_size: {problem}; increase it")
 
 
+def _open_stores(config: DataConfig, vocab_size: int) -> dict[str, Store]:
+    """The store of each source. All sources have the tokenizer of those that are prepared."""
+    is_prepared = lambda source: source.format == "prepared"
+    prepared = {
+        k: open_prepared(v, vocab_size) for k, v in config.sources.items() if is_prepared(v)
+    }
+    others = {k: v for k, v in config.sources.items() if not is_prepared(v)}
+    if len({store.tokenizer.sha256 for store in prepared.values()}) > 1:
+        way_out = "prepare them with one: data.tokenizer.path"
+        raise UserError(f"data.mixture: {', '.join(prepared)} have different tokenizers; {way_out}")
+    if prepared and others:
+        others = with_tokenizer(others, find_tokenizer(next(iter(prepared.values())).folder))
+    stores = prepared | open_stores(others, vocab_size)
+    return {name: stores[name] for name in config.sources}
+
+
 def open_data(config: Task, tokenizer: Path | None = None) -> Data:
     """Opens the data of an experiment. Data that is not cached is fetched, split and tokenized.
     `tokenizer` is the tokenizer file of an existing run. If given, it tokenizes the text, even if
@@ -133,10 +156,10 @@ def open_data(config: Task, tokenizer: Path | None = None) -> Data:
     if tokenizer is not None and (settings.path or settings.eos_id >= 0):
         data = dataclasses.replace(config.data, tokenizer=settings.at(tokenizer))
         config = dataclasses.replace(config, data=data)
-    data = Data(config, open_stores(config.data, config.model.vocab_size))
+    data = Data(config, _open_stores(config.data, config.model.vocab_size))
     if tokenizer is not None and data.tokenizer.content != tokenizer.read_bytes():
         with_its = dataclasses.replace(config.data, tokenizer=config.data.tokenizer.at(tokenizer))
-        data = Data(config, open_stores(with_its, config.model.vocab_size))
+        data = Data(config, _open_stores(with_its, config.model.vocab_size))
     check_special_tokens(config.model, data.tokenizer)
     if (classes := data.meta.get("classes")) and len(classes) != config.model.num_labels:
         found = f"{len(classes)}: {', '.join(classes[:8])}"

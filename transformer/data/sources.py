@@ -1,8 +1,8 @@
 """Readers that stream examples from files of any supported format.
 
 An example is a tuple of strings: (text,) or (source, target). Paths are local or gs://
-(etils.epath) and may be globs. Files that end in .gz are decompressed as they are read. Every error
-names the file and the line.
+(etils.epath) and may be globs. Files that end in .gz or .zst are decompressed as they are read.
+Every error names the file and the line.
 
 Text is UTF-8, with or without a byte order mark. Lines end in LF or CRLF. In every format, examples
 with a blank text are skipped.
@@ -13,6 +13,7 @@ import contextlib
 import fnmatch
 import functools
 import gzip
+import io
 import itertools
 import json
 import re
@@ -33,25 +34,42 @@ def read(
 ) -> Iterator[Example]:
     """Yields examples with one string for each of `columns`. `fields` defaults to `columns`. Raises
     UserError for a missing or empty file and for a malformed line."""
-    fields, count = fields or columns, 0
+    count = 0
+    for example in examples(format, path, fields, columns):
+        count += 1
+        yield example
+    if not count:
+        raise UserError(f"data: {path} contains no text")
+
+
+def examples(
+    format: str, path: str, fields: tuple[str, ...], columns: tuple[str, ...]
+) -> Iterator[Example]:
+    """The same for a path that may contain no text."""
+    fields = fields or columns
     if format == "huggingface":
-        examples = _huggingface(path, fields)
+        found = _huggingface(path, fields)
     elif format == "paired":
-        examples = _paired(path)
+        found = _paired(path)
     elif format == "probe":
-        examples = probes.parse(path).draw()
+        found = probes.parse(path).draw()
     else:
-        reader = {"tsv": _tsv, "text": _text, "jsonl": _jsonl, "arrayrecord": _arrayrecord}[format]
-        examples = (example for file in expand(path) for example in reader(file, fields))
-    for example in examples:
+        reader = _READERS[format]
+        found = (example for file in expand(path) for example in reader(file, fields))
+    for example in found:
         if len(example) != len(columns):
             needs = f"but data.objective needs {', '.join(columns)}"
             raise UserError(f"data.format: {format!r} yields {len(example)} text(s), {needs}")
         if all(text.strip() for text in example):
-            count += 1
             yield example
-    if not count:
-        raise UserError(f"data: {path} contains no text")
+
+
+def files(format: str, path: str) -> list[str]:
+    """The paths, each readable alone, that `path` consists of: those of files or, for "paired", of
+    pairs of files."""
+    if format == "paired":
+        return [f"{source},{target}" for source, target in _pairs(path)]
+    return [path] if format == "huggingface" else [str(file) for file in expand(path)]
 
 
 def patterns(format: str, path: str) -> list[str]:
@@ -107,12 +125,17 @@ def _lines(file: epath.Path) -> Iterator[tuple[int, str]]:
             stream = opened.enter_context(file.open("rb"))
             if file.suffix == ".gz":
                 stream = opened.enter_context(gzip.open(stream))
+            elif file.suffix == ".zst":
+                stream = opened.enter_context(_zstd(stream, file))
             for number, line in enumerate(stream, 1):
                 yield number, _decode(line, f"{file}:{number}", first=number == 1)
         except (EOFError, zlib.error, gzip.BadGzipFile) as e:
             problem = f"damaged or cut off after line {number}"
             raise UserError(f"{file}: {problem} ({e}); fetch it again") from None
         except OSError as e:
+            if e.errno is None:  # of pyarrow
+                problem = f"damaged or cut off after line {number} ({e})"
+                raise UserError(f"{file}: {problem}; fetch it again") from None
             raise from_os_error(e, f"{file}: cannot be read ({e.strerror or e})") from None
 
 
@@ -154,8 +177,8 @@ def _tsv(file: epath.Path, fields) -> Iterator[Example]:
         yield tuple(cells[c].strip() for c in columns)
 
 
-def _paired(path: str) -> Iterator[Example]:
-    """Pairs the lines of two files, or of the files of two globs whose wildcards match alike."""
+def _pairs(path: str) -> list[tuple[epath.Path, epath.Path]]:
+    """Two files, or the files of two globs whose wildcards match alike."""
     sources, targets = map(_by_wildcards, patterns("paired", path))
     for (source_key, source), (target_key, target) in zip(sources, targets, strict=False):
         if source_key != target_key and source_key and target_key:
@@ -166,7 +189,12 @@ def _paired(path: str) -> Iterator[Example]:
         unpaired = max(sources, targets, key=len)[min(len(sources), len(targets))][1]
         matches = f"{path} matches {len(sources)} and {len(targets)} files"
         raise UserError(f"data: {matches}, and {unpaired.name} has no partner; add it")
-    for (_, source), (_, target) in zip(sources, targets, strict=True):
+    return [(source, target) for (_, source), (_, target) in zip(sources, targets, strict=True)]
+
+
+def _paired(path: str) -> Iterator[Example]:
+    """Pairs the lines of the files."""
+    for source, target in _pairs(path):
         for a, b in itertools.zip_longest(_lines(source), _lines(target)):
             if a is None or b is None:
                 short, long, (line, _) = (target, source, a) if a else (source, target, b)
@@ -246,6 +274,40 @@ def _arrayrecord(file: epath.Path, fields) -> Iterator[Example]:
             raise UserError(f"{file}: damaged at record {number} ({reason})") from None
         is_json = text.startswith("{") or len(fields) > 1
         yield _record(text, fields, f"{file}: record {number}") if is_json else (text,)
+
+
+def _parquet(file: epath.Path, fields) -> Iterator[Example]:
+    try:
+        from pyarrow import ArrowInvalid, parquet
+    except ImportError:
+        raise UserError(f"{file}: {_NEEDS_PYARROW}") from None
+    number = 0
+    try:
+        with file.open("rb") as stream:
+            batches = parquet.ParquetFile(stream).iter_batches()
+            for row in itertools.chain.from_iterable(batch.to_pylist() for batch in batches):
+                number += 1
+                yield tuple(_field(row, field, f"{file}: row {number}") for field in fields)
+    except (ArrowInvalid, OSError) as e:
+        problem = "damaged after" if number else "not a Parquet file, or damaged before"
+        raise UserError(f"{file}: {problem} row {number or 1} ({e})") from None
+
+
+_NEEDS_PYARROW = "needs pyarrow, which comes with the extra [prepare]: pip install -e '.[prepare]'"
+
+
+def _zstd(stream, file: epath.Path):
+    """Decompresses a stream. Unlike the package zstandard, pyarrow reports one that is cut off."""
+    try:
+        import pyarrow
+    except ImportError:
+        raise UserError(f"{file}: {_NEEDS_PYARROW}") from None
+    return io.BufferedReader(pyarrow.CompressedInputStream(stream, "zstd"))
+
+
+_READERS = {
+    "tsv": _tsv, "text": _text, "jsonl": _jsonl, "parquet": _parquet, "arrayrecord": _arrayrecord,
+}  # fmt: skip
 
 
 def _huggingface(path: str, fields) -> Iterator[Example]:

@@ -11,7 +11,7 @@ import itertools
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -60,6 +60,17 @@ class Store:
     tokenizer: Tokenizer
     meta: dict  # per split: sha256 of the text; number of examples; bytes and words of the targets
 
+    is_prepared = False  # whether the training sequences are read by index (data/records.py)
+
+    @property
+    def dtype(self) -> type:
+        """The type of stored ids: 2 bytes, or 4 for more than 65,536 pieces."""
+        return dtype_of(self.tokenizer)
+
+    def sequences(self, part: str, task):
+        """The sequences of a split for the objective of a task."""
+        return task.data.chosen.sequences(self, part, task)
+
     def texts(self, part: str, side: int) -> Texts:
         load = lambda kind: np.load(self.folder / f"{part}.{side}.{kind}.npy", mmap_mode="r")
         return Texts(load("ids"), load("ends"))
@@ -93,39 +104,45 @@ def joined(metas: Mapping[str, dict]) -> dict:
     return total | {"sources": metas}
 
 
-def open_stores(config: DataConfig, vocab_size: int) -> dict[str, Store]:
-    """Opens the store of each source of a config (one, without a mixture). A tokenizer that is
-    trained for a mixture is trained on the text of all sources."""
-    if config.mixture and not config.tokenizer.path:
-        configs = config.sources.values()
-        texts = [_Text(source, source.chosen.columns) for source in configs]
+def open_stores(sources: Mapping[str, DataConfig], vocab_size: int) -> dict[str, Store]:
+    """Opens the store of each source. If there are several, a tokenizer that is trained is trained
+    on the text of all of them."""
+    settings = [source.tokenizer for source in sources.values()]
+    if len(sources) > 1 and not settings[0].path:
+        config, *_ = configs = list(sources.values())
+        texts = [RawText(source, source.chosen.columns) for source in configs]
         reserved = max(source.chosen.reserved for source in configs)
         inputs = [_inputs(*pair, vocab_size) for pair in zip(configs, texts, strict=True)]
         folder = corpora.data_home() / "tokenizers" / _key([*inputs, reserved])
         if not tokenizers.find_tokenizer(folder):
             lines = itertools.chain.from_iterable(text.lines() for text in texts)
             with new_folder(folder, keep=True) as new:
-                trained = _train(config, vocab_size, lines, reserved)
+                trained = train_on(config, vocab_size, lines, reserved)
                 (new / trained.name).write_bytes(trained.content)
-        tokenizer = config.tokenizer.at(tokenizers.find_tokenizer(folder))
-        config = dataclasses.replace(config, tokenizer=tokenizer)
-    return {name: open_store(source, vocab_size) for name, source in config.sources.items()}
+        sources = with_tokenizer(sources, tokenizers.find_tokenizer(folder))
+    return {name: open_store(source, vocab_size) for name, source in sources.items()}
+
+
+def with_tokenizer(sources: Mapping[str, DataConfig], file) -> dict[str, DataConfig]:
+    """The sources with an existing tokenizer."""
+    at = lambda source: dataclasses.replace(source, tokenizer=source.tokenizer.at(file))
+    return {name: at(source) for name, source in sources.items()}
 
 
 def open_store(config: DataConfig, vocab_size: int) -> Store:
     """Opens the store of a config. If there is none yet, splits and tokenizes the text. A trained
     tokenizer gets those of `vocab_size` ids that the objective does not reserve."""
-    text = _Text(config, config.chosen.columns)
+    text = RawText(config, config.chosen.columns)
     folder = corpora.data_home() / "tokens" / _key(_inputs(config, text, vocab_size))
     if not (folder / "meta.json").exists():
         with new_folder(folder, keep=True) as new:
             _build(new, text, config, vocab_size)
     tokenizer = tokenizers.load_tokenizer(tokenizers.find_tokenizer(folder), config.tokenizer)
-    _check_size(tokenizer, config, vocab_size)
+    check_size(tokenizer, config, vocab_size)
     return Store(folder, tokenizer, json.loads((folder / "meta.json").read_text()))
 
 
-def _inputs(config: DataConfig, text: "_Text", vocab_size: int) -> dict:
+def _inputs(config: DataConfig, text: "RawText", vocab_size: int) -> dict:
     """All that a store depends on."""
     inputs = {k: v for k, v in to_mapping(config).items() if k in (*TEXT_FIELDS, "tokenizer")}
     # The key contains a hash of the tokenizer instead of its path.
@@ -140,7 +157,12 @@ def _key(inputs) -> str:
     return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:24]
 
 
-class _Text:
+def num_sides(columns: Sequence[str]) -> int:
+    """The number of columns that are text. They precede those of classes."""
+    return sum(column not in ("label", "tags") for column in columns)
+
+
+class RawText:
     """The examples of each split. Every pass reads the files again."""
 
     def __init__(self, config: DataConfig, columns: tuple[str, ...]):
@@ -148,8 +170,7 @@ class _Text:
             way_out = "set one of them (python -m transformer data lists the corpora)"
             raise UserError(f"data.corpus or data.train: {way_out}")
         self.columns, self.reverse, self.fields = columns, config.reverse, config.fields
-        # Columns of text precede those of classes.
-        self.sides = sum(column not in ("label", "tags") for column in columns)
+        self.sides = num_sides(columns)
         if config.corpus:
             corpus, folder = corpora.fetch(config.corpus)
             self.format = corpus.format
@@ -232,12 +253,12 @@ class _Text:
             yield example[::-1] if self.reverse else example
 
 
-def _build(folder: Path, text: _Text, config: DataConfig, vocab_size: int) -> None:
+def _build(folder: Path, text: RawText, config: DataConfig, vocab_size: int) -> None:
     if config.tokenizer.path:
         tokenizer = tokenizers.load_tokenizer(config.tokenizer.path, config.tokenizer)
-        _check_size(tokenizer, config, vocab_size)
+        check_size(tokenizer, config, vocab_size)
     else:
-        tokenizer = _train(config, vocab_size, text.lines(), config.chosen.reserved)
+        tokenizer = train_on(config, vocab_size, text.lines(), config.chosen.reserved)
     (folder / tokenizer.name).write_bytes(tokenizer.content)
     meta = {"tokenizer_sha256": tokenizer.sha256, "overlap": text.overlap()}
     if len(text.columns) > text.sides:
@@ -245,11 +266,12 @@ def _build(folder: Path, text: _Text, config: DataConfig, vocab_size: int) -> No
         meta["classes"] = sorted({name for example in text.train() for name in names(example)})
     for part in split.SPLITS:
         examples = text.train() if part == "train" else text.read(part)
-        meta[part] = _tokenize(folder, part, examples, tokenizer, text, meta.get("classes", []))
+        classes = meta.get("classes", [])
+        meta[part] = tokenize(folder, part, examples, tokenizer, text.columns, classes)
     (folder / "meta.json").write_text(json.dumps(meta, indent=1))
 
 
-def _train(config: DataConfig, vocab_size: int, lines: Iterator[str], reserved: int) -> Tokenizer:
+def train_on(config: DataConfig, vocab_size: int, lines: Iterator[str], reserved: int) -> Tokenizer:
     for field in ("pad_id", "bos_id", "eos_id", "source_bos_id"):
         if getattr(config.tokenizer, field) >= 0:
             problem = "applies only to an existing tokenizer; set data.tokenizer.path"
@@ -257,7 +279,12 @@ def _train(config: DataConfig, vocab_size: int, lines: Iterator[str], reserved: 
     return tokenizers.train_tokenizer(config.tokenizer, vocab_size, lines, reserved)
 
 
-def _check_size(tokenizer: Tokenizer, config: DataConfig, vocab_size: int) -> None:
+def dtype_of(tokenizer: Tokenizer) -> type:
+    """The smallest type that holds all ids of a tokenizer."""
+    return np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
+
+
+def check_size(tokenizer: Tokenizer, config: DataConfig, vocab_size: int) -> None:
     needed = tokenizer.vocab_size + config.chosen.num_added_tokens(tokenizer)
     if needed > vocab_size:
         pieces = f"the {tokenizer.vocab_size} pieces of {config.tokenizer.path}"
@@ -265,13 +292,12 @@ def _check_size(tokenizer: Tokenizer, config: DataConfig, vocab_size: int) -> No
         raise UserError(f"model.vocab_size: {vocab_size}, but {total}; increase it")
 
 
-def _tokenize(
-    folder: Path, part: str, examples: Iterator[Example], tokenizer: Tokenizer, text: _Text, classes
+def tokenize(
+    folder: Path, part: str, examples: Iterator[Example], tokenizer: Tokenizer, columns, classes=()
 ) -> dict:
     """Writes a split in blocks, since a corpus may exceed memory. Returns its counts."""
     digest, counts = hashlib.sha256(), {"examples": 0, "bytes": 0, "words": 0}
-    sides = range(text.sides)
-    dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
+    sides, dtype = range(num_sides(columns)), dtype_of(tokenizer)
     number = {name: i for i, name in enumerate(classes)}
     ends: list[list[int]] = [[] for _ in sides]
     labels: list[np.ndarray] = []
@@ -279,22 +305,22 @@ def _tokenize(
     texts = None if part == "train" else (folder / f"{part}.jsonl").open("w", encoding="utf-8")
     while block := list(itertools.islice(examples, 10_000)):
         for example in block:
-            last = example[text.sides - 1]
+            last = example[len(sides) - 1]
             digest.update("\t".join(example).encode() + b"\n")
             counts["examples"] += 1
             counts["bytes"] += len(last.encode())
             counts["words"] += len(last.split()) + last.count("\n")
             if texts:
                 texts.write(json.dumps(example, ensure_ascii=False) + "\n")
-        if text.columns[-1] == "tags":
+        if columns[-1] == "tags":
             encoded = [_tagged(example, tokenizer, number) for example in block]
             labels += [tags for _, tags in encoded]
             sides_ids = [[ids for ids, _ in encoded]]
         else:
             encoders = {"target": tokenizer.encode_targets}
-            encode = [encoders.get(text.columns[side], tokenizer.encode) for side in sides]
+            encode = [encoders.get(columns[side], tokenizer.encode) for side in sides]
             sides_ids = [encode[side]([example[side] for example in block]) for side in sides]
-        if text.columns[-1] == "label":
+        if columns[-1] == "label":
             numbers = [_class(number, example[-1], example[0]) for example in block]
             labels.append(np.array(numbers, np.int32))
         for side in sides:

@@ -1,4 +1,5 @@
 """Beam search with the length penalty of Wu et al. 2016.
+
 Shape suffixes: B batch, K beams, L generated length, V vocabulary.
 
 The score of an ended hypothesis y is log p(y) / ((5 + |y|) / 6)^alpha (Wu et al. 2016, eq. 14;

@@ -1,4 +1,5 @@
 """Greedy decoding and sampling: token by token, until each sequence reaches eos or its limit.
+
 Shape suffixes: B batch, P prompt length, L generated length, V vocabulary.
 
 A temperature of 0 selects the most likely token. Any other divides the logits, and the next token

@@ -1,4 +1,5 @@
 """The model and data that evaluators measure, and helpers that show the internals of a model.
+
 Shape suffixes: B batch, T length, E d_embedding, V vocabulary."""
 
 import dataclasses

@@ -1,4 +1,5 @@
 """Detects arms that would train identically, although their configs differ.
+
 Two arms are twins if their lowered programs (initialization, loss and gradients, update) are equal,
 and so are the config fields that do not appear in the programs. The runs of twins are bitwise
 identical. Programs are lowered on shapes; nothing is compiled."""

@@ -1,4 +1,5 @@
 """The effects of the fields of a grid and their interactions, and scans of numeric fields.
+
 A contrast adds and subtracts arms, averaged over all settings of the other fields, in each seed:
 
     effect of a field            y[b] - y[a]

@@ -1,4 +1,5 @@
 """The figures of a report.
+
 A line whose gid is a text with {x} and {y} shows that text when the mouse is over its points.
 Colors (Okabe and Ito) are safe for color-blind readers; line styles and markers distinguish arms in
 grayscale print. Figures fit a phone screen, and are identical as PNG, as PDF and in the page."""

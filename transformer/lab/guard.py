@@ -1,4 +1,5 @@
 """Checks that arms are comparable, and sizes arms to match the baseline.
+
 A field may have side effects: other parameter counts, floating-point operations, attention kernels
 or text. They are computed from the built models and programs, and a sweep must declare them."""
 

@@ -1,4 +1,5 @@
 """Scaling laws L(N, D) = E + A N^-alpha + B D^-beta (Hoffmann et al. 2022), fitted to an arm.
+
 L is a loss in nats, N the number of parameters and D that of training tokens. A and alpha, and B
 and beta, are nearly collinear: compare arms by what their laws predict, and never by A or B."""
 

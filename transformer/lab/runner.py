@@ -1,4 +1,5 @@
 """Runs a study: skips finished runs, resumes interrupted ones, records failures, shows progress.
+
 A failure does not stop the other runs. Each run, or each group of runs that are trained together,
 has its own process. On a pod, every host runs the same command, and a run has a process on each
 host. All hosts process the runs in the same order, and only the first records their state."""

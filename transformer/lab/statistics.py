@@ -1,4 +1,5 @@
 """Statistics for few seeds: t intervals, paired t-tests and the correction for several comparisons.
+
 Seeds are few and their losses are nearly normal, so means have Student's t intervals (Gosset 1908).
 Arms are compared in pairs with the same seed, which cancels the effect of the seed. p values are
 corrected for the number of comparisons (Holm 1979)."""

@@ -1,4 +1,5 @@
 """A sweep in its directory: DIR/sweep.json, and DIR/ARM/seed-S for the run of each arm and seed.
+
 The state of a run is read only from its directory, so all machines that share it agree."""
 
 import dataclasses

@@ -1,4 +1,5 @@
 """Trains runs that differ only in numbers as one program, vectorized over the runs.
+
 The states of R runs are stacked to [R, ...], and one step advances all of them. The numbers are
 arguments of the program, which is therefore compiled once. A small model leaves most of a chip
 idle; several use it better. The runs are split over the local devices, without communication. Each

@@ -1,4 +1,5 @@
 """Tunes numbers for each arm of a sweep, so that every arm is compared at its best.
+
 A sweep with `tune` has three studies, which run one after another:
 
     DIR/tuning   every arm with the values that are tried, on seeds of their own

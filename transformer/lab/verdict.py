@@ -1,4 +1,5 @@
 """Derives a verdict from results: statistics by arm, and sentences that the intervals support.
+
 `LOGIC` (lab/report_tables.py) says which arms are compared and when a difference is detectable."""
 
 import dataclasses

@@ -1,4 +1,5 @@
 """The classification head of encoders and decoders: one label per sequence or per token.
+
 Shape suffixes: B batch, T length, D d_model, C num_labels."""
 
 import jax

@@ -1,4 +1,5 @@
 """The layout of layer parameters: a subtree per layer (`layers_3`), or stacked layers (`layers`).
+
 Stacked parameters have one axis for layers or, in a circular pipeline, [rounds, layers / rounds]. A
 path is the names of a parameter joined by `/`. Unrolled paths contain the number of the layer, so
 they are the same for every layout. Layouts and external weights are converted by them."""

@@ -1,4 +1,5 @@
 """The table from logical names to mesh axes, with shardings, checks and a summary derived from it.
+
 Parameters and activations carry logical names. This table alone maps them to the mesh axes of
 MeshConfig: `fsdp` is ZeRO-3, and `tensor` is that of Megatron. The batch is sharded over all axes
 that would otherwise hold copies of the same sequences."""

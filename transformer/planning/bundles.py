@@ -1,4 +1,5 @@
 """The cycles of a TPU kernel, counted in the instructions that the TPU compiler schedules.
+
 libtpu writes each kernel's final instruction bundles and the units that each bundle occupies, if
 `LIBTPU_INIT_ARGS` contains `dump_flags(folder)` before JAX loads it. A bundle takes one cycle.
 Memory transfers are not counted. The figures are deterministic for one version of libtpu."""

@@ -1,4 +1,5 @@
 """The published numbers of chips, and the topologies that are built from them.
+
 TPUs: cloud.google.com/tpu/docs, and Austin et al., "How to Scale Your Model" (2025). GPUs: NVIDIA's
 data sheets, dense bfloat16. Times computed from these rates are lower bounds."""
 

@@ -1,4 +1,5 @@
 """A compiled program, parsed from its HLO text: how often its instructions run, and its arrays.
+
 XLA's own cost analysis counts the body of a loop once. Here a loop counts with its trip count."""
 
 import dataclasses

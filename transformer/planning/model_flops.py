@@ -1,4 +1,5 @@
 """Model FLOPs: multiplications and additions of a model's matrix products, without recomputation.
+
 They are counted in the traced forward pass, on the plain path of attention, for every family and
 option. Training takes three times as many. A pair of query and key that the mask never allows does
 not count, although the plain path computes it: a causal mask leaves half of all pairs, as in

@@ -1,4 +1,5 @@
 """Compiles an experiment's programs for a machine that you do not have.
+
 Programs for TPUs are compiled by the TPU compiler in libtpu (extra [tpu]), which needs no TPU.
 Those for GPUs and CPUs are compiled for simulated CPU devices, whose compiler shards arrays and
 inserts collectives as the machine's does, but allocates buffers differently. No array is made."""

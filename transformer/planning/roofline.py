@@ -1,4 +1,5 @@
 """The least time of a program: compute, memory traffic and collectives at published rates.
+
 This is the roofline model (Williams et al. 2009). A step takes at least as long as the slowest of
 these parts. Collectives on different axes of a torus run in parallel. Those on the same axis share
 its links. The times are lower bounds; none has been measured on hardware."""

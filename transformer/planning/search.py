@@ -1,4 +1,5 @@
 """Searches for the best layouts of an experiment: mesh, remat policy and micro-batches.
+
 Meshes are tried in the order of the bytes that they send, by a formula. On each mesh, less and less
 is kept for the backward pass until the step fits. A layout is not compiled if its state, or what
 its layers keep for the backward pass, is larger than a chip's memory."""

@@ -1,4 +1,5 @@
 """The work of a compiled program on one device: FLOPs, HBM traffic, collectives and kernels.
+
 HLO text does not show the work of TPU kernels. It follows from their names and operand shapes."""
 
 import collections

@@ -1,4 +1,5 @@
 """Checkpoints with Orbax.
+
 They are saved asynchronously and atomically, and restored into declared shapes and shardings. All
 arrays that are read are compared with their fingerprints in the record (checkpoint_record.py)."""
 

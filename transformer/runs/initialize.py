@@ -1,4 +1,5 @@
 """Initialization from the trained parameters of a run or of a Hugging Face model.
+
 Parameters are matched by their names in unrolled layers, so scanned and unrolled models can
 initialize each other. A mismatch is an error unless the config lists it (init_new, init_drop)."""
 

@@ -1,4 +1,5 @@
 """TensorBoard's event file, written by the calling thread.
+
 `tensorboardX.SummaryWriter` writes in a thread of its own. If that thread fails, on a full disk for
 example, the training loop waits for it forever."""
 

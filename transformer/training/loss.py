@@ -1,4 +1,5 @@
 """Cross-entropy with label smoothing and z-loss, from the last hidden state, one chunk at a time.
+
 Shape suffixes: B batch, T length, C length of a chunk, D d_model, V vocabulary.
 
 With logits l, log Z = logsumexp(l), target y and smoothing e, the loss of a token is

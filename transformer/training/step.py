@@ -1,4 +1,5 @@
 """The model's outputs on a batch, and the training and evaluation steps, for all objectives.
+
 Shape suffixes: B batch, T length, E width of the token head's input.
 
 The loss, a sum over the global batch / its weights, depends on neither mesh nor micro-batches."""

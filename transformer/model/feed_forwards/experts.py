@@ -6,8 +6,9 @@ over these experts if `normalize` is set (Mixtral), or unchanged (Switch). With 
 experts, the output of a feed-forward that all tokens use is added (Dai et al. 2024, "DeepSeekMoE").
 
 With `bias_rate` (auxiliary-loss-free balancing; Wang et al. 2024, arXiv:2408.15664), the K experts
-are those with the largest p + b. The weights do not contain b, which no gradient changes. After
-each step, b_e <- b_e + bias_rate sign(mean load - load of e), where loads count a batch's choices.
+are those with the largest p + b. The weights do not contain b, which no gradient of the loss
+changes. After each step, b_e <- b_e + bias_rate sign(mean load - load of e), where the load is the
+number of choices in the whole batch.
 
 Tokens are dispatched to experts in one of two ways:
 

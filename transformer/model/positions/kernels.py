@@ -1,4 +1,5 @@
 """Positions added to the attention logits as a smooth function of distance: KERPLE, Sandwich, FIRE.
+
 In equations, d = |t - s| is the distance between query and key.
 Shape suffixes: B batch, T query length, S key length, N heads."""
 

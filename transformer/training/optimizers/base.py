@@ -1,4 +1,5 @@
 """The interface of optimizers. A new optimizer is a class in a file of this package.
+
 Settings that most optimizers share (`b1`, `b2`, `epsilon`, `momentum`, and those of the schedule)
 are fields of OptimizerConfig. Others are fields of the optimizer's dataclass, and a config sets
 them as options: `name=dict(name="adafactor", ...)`."""

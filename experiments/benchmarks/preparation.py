@@ -1,0 +1,211 @@
+"""Measures how fast text is prepared, and how fast prepared text is read.
+
+    python experiments/benchmarks/preparation.py prepare [--mb=100]
+    python experiments/benchmarks/preparation.py read [--tokens=1e9] [--seconds=60]
+
+prepare: writes MB of text (lines of WikiText-2 with their words in another order) into eight files,
+    and prepares them with one worker process and with two. `datasets.map` (extra [hf]) tokenizes
+    the same files with the same tokenizer in one process and in two. Prints MB of raw text per
+    second, bytes per token on disk, and the peak memory of the process and of its largest worker.
+read: writes sequences of 2,048 random tokens, and reads them in random order as the batches of a
+    host of experiments/scale/decoder_1b.py. Prints the seconds until the first batch, tokens per
+    second as a multiple of what the host needs (planned: 524,288 tokens per 1.80 s on 4 hosts), and
+    the memory at the beginning and at the end.
+"""
+
+import argparse
+import hashlib
+import json
+import multiprocessing
+import resource
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+NEED = 524_288 / 1.80 / 4  # tokens per second of one host
+LENGTH = 2048
+
+
+def experiment(train: str, data_format: str, **data):
+    from transformer.config import Experiment
+    from transformer.mapping import from_mapping
+
+    model = {"family": "decoder", "vocab_size": 8_000, "d_model": 64, "num_heads": 1}
+    text = {"train": train, "format": data_format, "objective": "causal_lm", "length": LENGTH}
+    return from_mapping(
+        Experiment,
+        {"model": model | {"max_length": LENGTH}, "data": text | {"batch_size": 64} | data},
+    )
+
+
+def write_texts(folder: Path, mb: int) -> None:
+    """Eight files with lines of WikiText-2, each in another order of its words."""
+    from transformer.data import sources
+    from transformer.data.corpora import fetch
+
+    rng, size = np.random.default_rng(0), 0
+    articles = sources.read("jsonl", str(fetch("wikitext2")[1] / "train.jsonl"))
+    lines = [line.split() for (text,) in articles for line in text.split("\n") if len(line) > 40]
+    files = [(folder / f"{i}.txt").open("w") for i in range(8)]
+    while size < mb * 10**6:
+        for i, words in enumerate(lines):
+            line = " ".join(words[j] for j in rng.permutation(len(words)))
+            size += files[i % 8].write(line + "\n")
+    for file in files:
+        file.close()
+
+
+def timed(work) -> tuple[float, list[float]]:
+    """(seconds, peak MB of a new process and of its largest child) of `work()`."""
+    queue = multiprocessing.get_context("fork").Queue()
+
+    def run():
+        start = time.perf_counter()
+        work()
+        seconds = time.perf_counter() - start
+        users = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+        queue.put((seconds, [resource.getrusage(who).ru_maxrss / 1e3 for who in users]))
+
+    process = multiprocessing.get_context("fork").Process(target=run)
+    process.start()
+    result = queue.get()
+    process.join()
+    return result
+
+
+def measure_preparation(mb: int) -> None:
+    import datasets
+
+    from transformer.data import sources
+    from transformer.data.preparation.job import Job
+    from transformer.data.preparation.prepare import prepare
+    from transformer.data.tokenizer import load_tokenizer
+
+    datasets.disable_progress_bars()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "texts").mkdir()
+        write_texts(folder / "texts", mb)
+        pattern = str(folder / "texts" / "*.txt")
+        files = tuple(sources.files("text", pattern))
+        raw = sum(Path(file).stat().st_size for file in files) / 1e6
+        trained = experiment(files[0], "text")
+        local = "--runner=FnApiRunner --direct_running_mode=multi_processing"
+        workers = lambda n: f"{local} --direct_num_workers={n}"
+        job = lambda config, paths, output, n: Job(
+            config.model, config.data, 0, paths, str(folder / output), beam=workers(n), shard_mb=16
+        )
+        prepare(job(trained, files[:1], "first", 1))
+        tokenizer = folder / "first" / "tokenizer.model"
+        config = experiment(pattern, "text", tokenizer={"path": str(tokenizer)})
+
+        def tokenize(n: int) -> None:
+            encode = load_tokenizer(tokenizer).encode
+            dataset = datasets.load_dataset(
+                "text", data_files=list(files), split="train", cache_dir=str(folder / f"cache{n}")
+            )
+            dataset.map(
+                lambda rows: {"ids": encode(rows["text"])},
+                batched=True,
+                num_proc=n,
+                remove_columns=["text"],
+            )
+
+        for n in (1, 2):
+            for name, work in (
+                ("data prepare", lambda n=n: prepare(job(config, files, f"out{n}", n))),
+                ("datasets.map", lambda n=n: tokenize(n)),
+            ):
+                seconds, peaks = timed(work)
+                print(
+                    f"{name} with {n} process(es): {raw / seconds:6.2f} MB/s "
+                    f"({seconds:.1f} s for {raw:.0f} MB), "
+                    f"peak {peaks[0]:,.0f} MB and {peaks[1]:,.0f} MB in a worker",
+                    flush=True,
+                )
+        meta = json.loads((folder / "out2" / "meta.json").read_text())
+        disk = sum(file.stat().st_size for file in (folder / "out2").glob("*.arrayrecord"))
+        print(f"{disk / meta['train']['tokens']:.3f} bytes per token on disk")
+
+
+def write_sequences(folder: Path, tokens: int) -> None:
+    """A folder of prepared text with random tokens, as `data prepare` writes it."""
+    from array_record.python.array_record_module import ArrayRecordWriter
+
+    from transformer.data.preparation.job import Job
+    from transformer.data.preparation.prepare import prepare
+    from transformer.data.records import encode
+
+    rng = np.random.default_rng(0)
+    words = ["".join(rng.choice(list("abcdefgh"), 5)) for _ in range(3000)]
+    (folder / "a.txt").write_text("\n".join(" ".join(rng.choice(words, 50)) for _ in range(3000)))
+    config = experiment(str(folder / "a.txt"), "text", tokenizer={"kind": "char"})
+    output, here = folder / "out", "--runner=BundleBasedDirectRunner"
+    prepare(Job(config.model, config.data, 0, (config.data.train,), str(output), beam=here))
+    index = json.loads((output / "index.json").read_text())
+    index["shards"] = []
+    per_shard = 64 * 2**20 // (2 * LENGTH)
+    for number in range(-(-tokens // (per_shard * LENGTH))):
+        file = output / f"train-{number:05d}.arrayrecord"
+        writer = ArrayRecordWriter(str(file), "group_size:1,uncompressed")
+        ids = rng.integers(4, 8_000, (per_shard, LENGTH + 1), np.uint16)
+        for row in ids:
+            writer.write(encode([(row,)], np.uint16))
+        writer.close()
+        digest = hashlib.sha256(file.read_bytes()).hexdigest()
+        entry = {"filename": file.name, "take": per_shard, "size": file.stat().st_size}
+        index["shards"].append(entry | {"sha256": digest})
+    (output / "index.json").write_text(json.dumps(index))
+
+
+def measure_reading(tokens: int, seconds: float) -> None:
+    import dataclasses
+
+    from transformer.data.config import TokenizerConfig
+    from transformer.data.pipeline import open_data
+
+    memory = lambda: int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 1e6
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_sequences(folder, tokens)
+        config = experiment(str(folder / "out"), "prepared", tokenizer={})
+        assert config.data.tokenizer == TokenizerConfig()
+        share = lambda n: np.arange(n)[: n // 4]  # one of four hosts
+        config = dataclasses.replace(
+            config, data=dataclasses.replace(config.data, batch_size=524_288 // LENGTH)
+        )
+        start = time.perf_counter()
+        batches = open_data(config).batches("train", share)
+        stream = batches.stream()
+        next(stream)
+        print(f"{tokens:.1e} tokens: first batch after {time.perf_counter() - start:.2f} s")
+        for _ in range(20):
+            next(stream)
+        first, start, count = memory(), time.perf_counter(), 0
+        while time.perf_counter() - start < seconds:
+            count += next(stream)["inputs"].size
+        rate = count / (time.perf_counter() - start)
+        print(
+            f"{rate / 1e6:.2f} M tokens/s: {rate / NEED:.0f}x what a host of decoder_1b needs; "
+            f"memory {first:,.0f} MB, after {count / 1e9:.2f} B tokens {memory():,.0f} MB"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("what", choices=("prepare", "read"))
+    parser.add_argument("--mb", type=int, default=100)
+    parser.add_argument("--tokens", type=float, default=1e9)
+    parser.add_argument("--seconds", type=float, default=60)
+    args = parser.parse_args()
+    if args.what == "prepare":
+        measure_preparation(args.mb)
+    else:
+        measure_reading(int(args.tokens), args.seconds)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,118 @@
+"""The stages of a preparation that compare texts by hash: duplicates and held-out text."""
+
+import hashlib
+import importlib
+import itertools
+import json
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+from transformer.data import split
+from transformer.data.preparation.job import Job, publish
+from transformer.data.sources import Example
+from transformer.data.store import RawText
+from transformer.errors import UserError
+
+AT_ONCE = 1 << 25
+"""Hashes in the memory of a worker that looks for duplicates."""
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def scan(job: Job, number: int, folder: Path) -> Path:
+    """Per example: `exact`, the hash of its text; `sides` [n, sides], those of its normalized
+    source and target; `sizes`, its bytes; `kept`, whether it passes the filters."""
+    module, _, name = job.filter.partition(":")
+    passes = getattr(importlib.import_module(module), name) if module else lambda example: True
+    most = job.max_chars or float("inf")
+    exact, sides, sizes, kept = [], [], [], []
+    for example in job.examples(number):
+        exact.append(_hash("\0".join(example)))
+        sides.append([_hash(split.normalize(text)) for text in example])
+        sizes.append(sum(len(text.encode()) for text in example))
+        fits = all(job.min_chars <= len(text) <= most for text in example)
+        kept.append(fits and bool(passes(example)))
+    file = folder / "scan.npz"
+    hashes = {"exact": np.array(exact, np.uint64), "sizes": np.array(sizes, np.int64)}
+    shaped = np.array(sides, np.uint64).reshape(len(exact), len(job.columns))
+    np.savez(file, sides=shaped, kept=np.array(kept, bool), **hashes)
+    return file
+
+
+def duplicates(job: Job, number: int, folder: Path, ranges: int) -> Path:
+    """The positions of examples whose text occurs earlier, by raw file, for a range of hashes."""
+    hashes, owners, positions = [], [], []
+    for file in range(len(job.files)):
+        scanned = job.scanned(file)
+        mine = scanned["kept"] & (scanned["exact"] % np.uint64(ranges) == number)
+        hashes.append(scanned["exact"][mine])
+        positions.append(np.flatnonzero(mine))
+        owners.append(np.full(len(positions[-1]), file, np.int32))
+    hash_, owner, position = map(np.concatenate, (hashes, owners, positions))
+    repeats = np.ones(len(hash_), bool)
+    repeats[np.unique(hash_, return_index=True)[1]] = False
+    of_file = lambda file: position[repeats & (owner == file)]
+    np.savez(folder / "duplicates.npz", **{str(i): of_file(i) for i in np.unique(owner[repeats])})
+    return folder / "duplicates.npz"
+
+
+def limits(job: Job) -> dict[str, int]:
+    """The largest hash of a source in test, valid and the tokenizer's sample, in this order."""
+    data = job.data
+    held_out = [0 if getattr(data, part) else data.held_out for part in ("test", "valid")]
+    sampled = 0 if data.tokenizer.path else data.tokenizer.max_sentences
+    smallest = np.zeros(0, np.uint64)
+    for file in range(len(job.files)):
+        scanned = job.scanned(file)
+        new = scanned["sides"][scanned["kept"], 0]
+        smallest = np.unique(np.concatenate([smallest, new]))[: sum(held_out) + sampled + 1]
+    if not len(smallest):
+        raise UserError("data: no example passes the filters; change them")
+    if len(smallest) <= sum(held_out):
+        problem = f"{data.held_out:,} sources in each of valid and test leave no text for training"
+        raise UserError(f"data.held_out: {problem}; lower it, or set data.valid and data.test")
+    ends = zip(("test", "valid", "sample"), itertools.accumulate([*held_out, sampled]), strict=True)
+    return {part: int(smallest[min(end, len(smallest)) - 1]) if end else -1 for part, end in ends}
+
+
+def select(job: Job, number: int, folder: Path, limits: dict[str, int]) -> Path:
+    """A line [part, example] for each example that is held out or in the tokenizer's sample."""
+    scanned, file = job.scanned(number), folder / "select.jsonl"
+    of_source = scanned["sides"][:, 0].tolist()
+    chosen = job.training(number) & (scanned["sides"][:, 0] <= max(limits.values()))
+    with file.open("w", encoding="utf-8") as lines:
+        examples = zip(job.examples(number), chosen, of_source, strict=True)
+        for example, is_chosen, source in examples if chosen.any() else ():
+            if is_chosen:
+                part = next(part for part, limit in limits.items() if source <= limit)
+                lines.write(json.dumps([part, example], ensure_ascii=False) + "\n")
+    return file
+
+
+def selected(job: Job) -> tuple[dict[str, list[Example]], list[Example]]:
+    """The examples of valid and test, and the tokenizer's sample. Writes the hashes of held-out
+    texts, which `_write` leaves out."""
+    found: dict[str, list[Example]] = {"valid": [], "test": [], "sample": []}
+    for file in range(len(job.files)):
+        with job.result("select", file).open("r", encoding="utf-8") as lines:
+            for part, example in map(json.loads, lines):
+                found[part].append(tuple(example))
+    for part in ("valid", "test"):
+        if getattr(job.data, part):
+            found[part] = list(RawText(job.data, job.columns).read(part))
+    sample, held_out = found.pop("sample"), [*found["valid"], *found["test"]]
+    hashes = [
+        {_hash(split.normalize(text)) for text in side} for side in zip(*held_out, strict=True)
+    ]
+    is_held_out = lambda example: any(
+        map(lambda x, h: _hash(split.normalize(x)) in h, example, hashes)
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        sides = {str(i): np.array(sorted(side), np.uint64) for i, side in enumerate(hashes)}
+        np.savez(Path(folder) / "held_out.npz", **sides)
+        publish(Path(folder) / "held_out.npz", job.result("held_out", 0))
+    return found, [example for example in sample if not is_held_out(example)]

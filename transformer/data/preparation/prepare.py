@@ -1,0 +1,155 @@
+"""Prepares text of any size as a folder of training sequences (`data prepare`, data/records.py).
+
+Apache Beam distributes the work over processes or machines:
+
+    scan          raw file           -> the hashes of its examples, and which pass the filters
+    duplicates    range of hashes    -> the examples that repeat an earlier one
+    select        raw file           -> held-out examples, and a sample to train the tokenizer on
+    write         range of examples  -> a shard of training sequences
+
+Beam passes only the numbers of files and ranges between workers; texts stay in files. Each task
+writes its result to OUTPUT/unfinished when it is complete. A preparation that is started again
+skips the tasks whose results exist.
+
+Held-out examples are those whose sources have the smallest hashes: `data.held_out` sources for
+test, as many for valid. The sources of the tokenizer's sample have the next larger hashes. The
+hash is that of the normalized text (data/split.py). An example that shares a source or target with
+a held-out one is not in the training text.
+"""
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import itertools
+import json
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from transformer.data.preparation import hashes, shards
+from transformer.data.preparation.job import UNFINISHED, Job, distribute, publish
+from transformer.data.records import FORMAT, INDEX
+from transformer.data.sources import Example
+from transformer.data.store import RawText, check_size, tokenize, train_on
+from transformer.data.tokenizer import Tokenizer, load_tokenizer
+from transformer.errors import UserError
+from transformer.mapping import to_mapping
+
+
+def prepare(job: Job) -> dict:
+    """Writes the folder `job.output`. Returns the counts of the training text."""
+    _begin(job)
+    files = range(len(job.files))
+    distribute(job, "scan", hashes.scan, files)
+    if not job.keep_duplicates:
+        count = sum(len(job.scanned(file)["kept"]) for file in files)
+        ranges = -(-count // hashes.AT_ONCE)
+        distribute(job, "duplicates", hashes.duplicates, range(ranges), ranges=ranges)
+    distribute(job, "select", hashes.select, files, limits=hashes.limits(job))
+    held_out, sample = hashes.selected(job)
+    pieces = shards.pieces(job)
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer = _tokenizer(job, sample, Path(folder))
+        meta = {"tokenizer_sha256": tokenizer.sha256, "overlap": {}}
+        for part, examples in held_out.items():
+            meta[part] = tokenize(Path(folder), part, iter(examples), tokenizer, job.columns)
+        for file in Path(folder).iterdir():
+            publish(file, job.folder / file.name)
+    distribute(job, "write", shards.write, range(len(pieces)), pieces=pieces)
+    return _finish(job, tokenizer, meta, len(pieces))
+
+
+def _begin(job: Job) -> None:
+    """Checks the job against what the folder holds."""
+    data = job.data
+    refused = {
+        "objective": (not data.chosen.can_prepare, "its sequences cannot be stored"),
+        "format": (data.format in ("probe", "prepared"), "only files of text can be prepared"),
+        "mixture": (bool(data.mixture), "prepare each source, and mix the prepared ones"),
+        "buckets": (bool(data.buckets), "prepared sequences have one length"),
+        "max_examples": (bool(data.max_examples), "the whole text is prepared; leave it out"),
+    }
+    for field, (is_refused, reason) in refused.items():
+        if is_refused:
+            raise UserError(f"data.{field}: {reason}")
+    if (job.folder / INDEX).exists():
+        raise UserError(f"--output: {job.output} holds prepared text; name another folder")
+    read = RawText(job.data, job.columns).fingerprint()
+    described = json.dumps([read, to_mapping(dataclasses.replace(job, beam=""))], default=str)
+    file = job.folder / UNFINISHED / "job.json"
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(described)
+    elif file.read_text() != described:
+        problem = f"{job.output} holds an unfinished preparation with other options or files"
+        raise UserError(f"--output: {problem}; name another folder, or delete it")
+
+
+def _tokenizer(job: Job, sample: Sequence[Example], folder: Path) -> Tokenizer:
+    """The tokenizer of the finished preparation: that in the output, an existing one, or a new one
+    that is trained on the sample."""
+    if file := job.tokenizer or job.data.tokenizer.path:
+        tokenizer = load_tokenizer(file, job.data.tokenizer.at(file))
+        check_size(tokenizer, job.data, job.model.vocab_size)
+    else:
+        lines = itertools.chain.from_iterable(sample)
+        tokenizer = train_on(job.data, job.model.vocab_size, lines, job.data.chosen.reserved)
+    (folder / tokenizer.name).write_bytes(tokenizer.content)
+    return tokenizer
+
+
+def _finish(job: Job, tokenizer: Tokenizer, meta: dict, num_pieces: int) -> dict:
+    """Writes what describes the folder, the index last, and removes the intermediate results."""
+    results = [json.loads(job.result("write", n).read_text()) for n in range(num_pieces)]
+    total: Counter = sum(
+        (Counter(result["counts"] | {"sha256": 0}) for result in results), Counter()
+    )
+    digests = "".join(result["counts"]["sha256"] for result in results)
+    meta["train"] = {**total, "sha256": hashlib.sha256(digests.encode()).hexdigest()}
+    shards = [result for result in results if result["take"]]
+    if not shards:
+        raise UserError("data: no text is left for training; change the filters or data.held_out")
+    sequences = sum(shard["take"] for shard in shards)
+    filled = sum(shard["filled"] * shard["take"] for shard in shards) / sequences
+    fields = ("filename", "take", "size", "sha256")
+    index = {
+        "format": FORMAT,
+        "layout": job.data.chosen.layout(job),
+        "tokenizer": to_mapping(job.data.tokenizer),
+        "report": dict(sum((Counter(shard["report"]) for shard in shards), Counter())),
+        "shards": [{field: shard[field] for field in fields} for shard in shards],
+    }
+    summary = {
+        "examples": total["examples"],
+        "tokens": total["tokens"],
+        "sequences": sequences,
+        "shards": len(shards),
+        "padding": 1 - filled,
+        "bytes": sum(shard["size"] for shard in shards),
+    }
+    (job.folder / "meta.json").write_text(json.dumps(meta, indent=1))
+    (job.folder / "card.md").write_text(_card(job, tokenizer, meta, summary))
+    (job.folder / INDEX).write_text(json.dumps(index, indent=1))
+    (job.folder / UNFINISHED).rmtree()
+    return summary
+
+
+def _card(job: Job, tokenizer: Tokenizer, meta: dict, summary: dict) -> str:
+    """A description for people."""
+    data, files = job.data, ", ".join(job.files[:3]) + (", ..." if len(job.files) > 3 else "")
+    options = ("min_chars", "max_chars", "filter", "keep_duplicates", "shard_mb")
+    versions = {name: importlib.metadata.version(name) for name in ("transformer", "sentencepiece")}
+    lines = {
+        "Source": f"{len(job.files):,} file(s): {files}",
+        "License": job.license or "not stated",
+        "Text": f"{summary['examples']:,} examples, {summary['tokens']:,} tokens (of the targets)",
+        "Held out": f"{meta['valid']['examples']:,} valid, {meta['test']['examples']:,} test",
+        "Sequences": f"{summary['sequences']:,} in {summary['shards']:,} shard(s); "
+        f"{summary['padding']:.1%} of their tokens are padding",
+        "Layout": json.dumps(data.chosen.layout(job)),
+        "Tokenizer": f"{tokenizer.name}, SHA-256 {tokenizer.sha256}",
+        "Options": ", ".join(f"{name} = {getattr(job, name)!r}" for name in options),
+        "Versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
+    }
+    return "# Prepared text\n\n" + "".join(f"- {name}: {text}\n" for name, text in lines.items())
