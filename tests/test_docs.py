@@ -113,7 +113,7 @@ def run_commands(text: str, how: str, monkeypatch) -> None:
     """Runs the commands of a block.
 
     `how` is "skip (why)"; "parse", which only reads the arguments and the config; "dry-run", which
-    appends --dry-run; or "with ARGUMENTS", which are appended to commands that train.
+    appends --dry-run; or "with ARGUMENTS", appended to commands that train or prepare text.
     """
     if how.startswith("skip"):
         return
@@ -142,7 +142,7 @@ def run_verb(words: list[str], how: str, stdin: str, monkeypatch) -> None:
                 assert verb != "sweep" or load_arms(args.config, overrides)
 
         monkeypatch.setattr(f"transformer.verbs.{verb}.run", only_read)
-    if how.startswith("with ") and verb in ("train", "sweep"):
+    if how.startswith("with ") and (verb in ("train", "sweep") or words[1:2] == ["prepare"]):
         words = [*words, *shlex.split(how.removeprefix("with "))]
     text = shlex.split(stdin)[0] + "\n" if stdin else "Hello\n\n"
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text.encode())))

@@ -159,7 +159,7 @@ def open_tree(tree: dict) -> tuple[Experiment, Data]:
     if name == "prefix_lm":
         model = DECODER | {"prefix_lm": True}
     if "next_sentence" in objective:
-        model |= {"token_types": 2, "num_labels": 2, "pooling": "cls"}
+        model = model | {"token_types": 2, "num_labels": 2, "pooling": "cls"}
     config = from_mapping(
         Experiment, {"model": model | {"max_length": 64, "vocab_size": 400}, "data": FILES | tree}
     )

@@ -1,93 +1,21 @@
-"""Prepared text: what is written, how it is read, and faults of damaged or unfinished text."""
+"""Preparing text: what is written, and how an interrupted preparation continues."""
 
 import collections
 import dataclasses
-import json
 import shlex
 from pathlib import Path
 
-import grain
 import numpy as np
 import pytest
+from prepared_texts import HERE, OBJECTIVES, experiment, job, prepared, reader, texts, written
 
-from transformer.config import Experiment
 from transformer.data import sources, split
-from transformer.data.config import TokenizerConfig
 from transformer.data.pipeline import open_data
 from transformer.data.preparation import shards
-from transformer.data.preparation.job import Job, distribute
+from transformer.data.preparation.job import distribute
 from transformer.data.preparation.prepare import prepare
-from transformer.data.records import decode, encode, verify
+from transformer.data.records import decode, encode
 from transformer.errors import UserError
-from transformer.mapping import from_mapping
-
-HERE = "--runner=BundleBasedDirectRunner"
-OBJECTIVES = {
-    "causal_lm": ("decoder", {}),
-    "causal_lm unpacked": ("decoder", {"packing": False}),
-    "prefix_lm": ("encoder_decoder", {}),
-    "masked_lm": ("encoder", {}),
-    "span_corruption": ("encoder_decoder", {}),
-    "ul2": ("decoder", {"length": 100}),
-    "seq2seq": ("encoder_decoder", {"too_long": "cut"}),
-    "seq2seq unpacked": ("decoder", {"too_long": "drop", "packing": False, "length": 96}),
-}
-
-
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory):
-    """Three files of 200 pairs. Every tenth pair occurs twice, and texts differ in case."""
-    folder, rng = tmp_path_factory.mktemp("texts"), np.random.default_rng(0)
-    word = lambda: "".join(rng.choice(list("abcdefgh"), rng.integers(1, 5)))
-    line = lambda: " ".join(word() for _ in range(rng.integers(2, 12)))
-    pairs = [(line(), line().upper()) for _ in range(600)]
-    for i in range(0, 600, 10):
-        pairs[(i + 205) % 600] = pairs[i]
-    for i in range(5, 600, 40):  # the same source with another translation
-        pairs[i] = (pairs[(i + 2) % 600][0].title(), line())
-    for i in range(7, 600, 40):  # the same translation of another source
-        pairs[i] = (line(), pairs[(i + 2) % 600][1])
-    for i in range(3):
-        some = pairs[200 * i : 200 * (i + 1)]
-        (folder / f"{i}.tsv").write_text("".join(f"{a}\t{b}\n" for a, b in some))
-        (folder / f"{i}.txt").write_text("".join(f"{a}\n" for a, _ in some))
-    held_out = [(f"gggggg {a}", f"gggggg {b}") for a, b in pairs[:30]]
-    (folder / "held_out.tsv").write_text("".join(f"{a}\t{b}\n" for a, b in held_out))
-    (folder / "held_out.txt").write_text("".join(f"{a}\n" for a, _ in held_out))
-    return folder
-
-
-def experiment(texts, objective="causal_lm", **data) -> Experiment:
-    name = objective.partition(" ")[0]
-    family, fields = OBJECTIVES[objective]
-    is_pairs = name == "seq2seq"
-    kind = {"format": "tsv"} if is_pairs else {"format": "text"}
-    train = {"train": str(texts / ("[0-9].tsv" if is_pairs else "[0-9].txt"))}
-    shape = {"objective": name, "length": 32, "batch_size": 8, "tokenizer": {"kind": "char"}}
-    model = {"family": family, "vocab_size": 600, "d_model": 16, "num_heads": 2, "max_length": 128}
-    prefix = {"prefix_lm": True} if name == "ul2" else {}
-    data = {**kind, **train, **shape, **fields, "held_out": 40} | data
-    return from_mapping(Experiment, {"model": model | prefix, "data": data})
-
-
-def job(config: Experiment, output: Path, **options) -> Job:
-    files = tuple(sources.files(config.data.format, config.data.train))
-    options = {"beam": HERE} | options
-    return Job(config.model, config.data, config.seed, files, str(output), **options)
-
-
-def reader(config: Experiment, output: Path) -> Experiment:
-    data = dict(format="prepared", train=str(output), valid="", test="", held_out=1000)
-    data |= dict(tokenizer=TokenizerConfig())
-    return dataclasses.replace(config, data=dataclasses.replace(config.data, **data))
-
-
-def written(config: Experiment, output: Path) -> list[tuple[str, ...]]:
-    """The texts in the training sequences, in order. Needs sequences with whole texts."""
-    data = open_data(reader(config, output))
-    records = data._sequences("", "train")
-    parts = [part for i in range(len(records.lengths)) for part in records.parts(i)]
-    return [tuple(data.tokenizer.decode(ids) for ids in part) for part in parts]
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
@@ -197,123 +125,6 @@ def test_shards_continue_an_interrupted_preparation(texts, tmp_path, monkeypatch
     assert content("whole") == content("started")
     with pytest.raises(UserError, match="holds prepared text; name another folder"):
         prepare(started)
-
-
-@pytest.fixture(scope="module")
-def prepared(texts, tmp_path_factory):
-    output = tmp_path_factory.mktemp("prepared") / "out"
-    prepare(job(experiment(texts), output))
-    return output
-
-
-def test_order_is_a_permutation_of_each_epoch_for_any_number_of_hosts(texts, prepared):
-    config = reader(experiment(texts), prepared)
-    data = open_data(config)
-    batches = data.batches("train")
-    records = data._sequences("", "train")
-    count = len(records.lengths)
-    steps = range(2 * count // 8 + 1)
-    rows = np.concatenate([batches[step]["inputs"] for step in steps])[: 2 * count]
-    epochs = [sorted(map(bytes, rows[i * count : (i + 1) * count])) for i in (0, 1)]
-    assert epochs[0] == epochs[1] and not np.array_equal(rows[:count], rows[count:])
-    assert batches.epochs(count) == {"": 8.0}
-    other_seed = open_data(dataclasses.replace(config, seed=1)).batches("train")
-    assert not np.array_equal(other_seed[0]["inputs"], batches[0]["inputs"])
-    halves = [data.batches("train", lambda n, h=h: np.arange(n)[h::2]) for h in (0, 1)]
-    for step in (0, 5):
-        for host, half in enumerate(halves):
-            for name, x in half[step].items():
-                np.testing.assert_array_equal(x, batches[step][name][host::2])
-    streamed = batches.stream(3, 5)
-    np.testing.assert_array_equal(next(streamed)["inputs"], batches[3]["inputs"])
-
-
-def test_no_array_grows_with_the_text(texts, prepared, monkeypatch):
-    """With an index of 3 billion sequences, as if the one shard were that long."""
-    config = reader(experiment(texts), prepared)
-    data = open_data(config)
-    monkeypatch.setitem(data.store.index["shards"][0], "take", 3 * 10**9)
-    ranges = []
-    monkeypatch.setattr(grain.MapDataset, "range", lambda n: ranges.append(n) or _Range())
-    batches = data.batches("train")
-    assert ranges == [3 * 10**9] and batches.epochs(3 * 10**9 // 8) == {"": 1.0}
-    assert batches[0]["inputs"].shape == (8, 32)
-
-
-class _Range:
-    seed = shuffle = repeat = lambda self, *args: self
-    __getitem__ = lambda self, i: i
-
-
-def test_mixture_of_prepared_text_and_files_shares_the_tokenizer(texts, prepared):
-    base = experiment(texts)
-    entries = [
-        {"name": "prepared", "format": "prepared", "train": str(prepared), "weight": 1},
-        {"name": "files", "train": str(texts / "held_out.txt"), "held_out": 5, "weight": 1},
-    ]
-    shape = {"format": "text", "objective": "causal_lm", "length": 32, "batch_size": 8}
-    model = {"family": "decoder", "vocab_size": 600, "d_model": 16, "num_heads": 2}
-    mixed = from_mapping(Experiment, {"model": model, "data": shape | {"mixture": entries}})
-    data = open_data(mixed)
-    assert {store.tokenizer.content for store in data.stores.values()} == {
-        (prepared / "tokenizer.model").read_bytes()
-    }
-    assert base.data.tokenizer.kind == "char"
-    decoded = [data.tokenizer.decode(row.tolist()) for row in data.batches("train")[0]["inputs"]]
-    assert 0 < sum("gggggg" in text for text in decoded) < 8
-
-
-def damage(file: Path, kind: str) -> None:
-    content = bytearray(file.read_bytes())
-    if kind == "missing":
-        file.unlink()
-    elif kind == "truncated":
-        file.write_bytes(content[: len(content) // 2])
-    else:  # a byte of the first record
-        content[1 << 10] ^= 255
-        file.write_bytes(content)
-
-
-@pytest.mark.parametrize("kind", ["missing", "truncated", "altered"])
-def test_damaged_shard_is_named(texts, tmp_path, kind):
-    config = experiment(texts)
-    prepare(job(config, tmp_path / "out"))
-    (file,) = (tmp_path / "out").glob("*.arrayrecord")
-    assert verify(tmp_path / "out") == 1
-    damage(file, kind)
-    reason = {"missing": "missing", "truncated": "bytes instead of", "altered": "damaged"}[kind]
-    read = lambda: list(open_data(reader(config, tmp_path / "out")).batches("train").stream(0, 99))
-    with pytest.raises(UserError, match=f"{file.name}: .*{reason}.*prepare the text again"):
-        read()
-    with pytest.raises(UserError, match=f"{file.name}: .*prepare the text again"):
-        verify(tmp_path / "out")
-
-
-def test_other_layouts_and_tokenizers_raise(texts, prepared, tmp_path):
-    config = reader(experiment(texts), prepared)
-    data = config.data
-    change = lambda **new: dataclasses.replace(config, data=dataclasses.replace(data, **new))
-    for changes, field in [
-        ({"length": 16}, "data.length"),
-        ({"packing": False}, "data.packing"),
-    ]:
-        message = f"{field}: .* was prepared with .*prepare the text again"
-        with pytest.raises(UserError, match=message):
-            open_data(change(**changes)).batches("train")
-    tokenizer = TokenizerConfig(kind="bpe")
-    with pytest.raises(UserError, match="data.tokenizer: the tokenizer of prepared text is"):
-        open_data(change(tokenizer=tokenizer))
-    with pytest.raises(UserError, match="data.train: .*mount the bucket"):
-        open_data(change(train="gs://bucket/folder"))
-    for name, value in {"max_examples": 5, "reverse": True, "held_out": 3}.items():
-        with pytest.raises(UserError, match=f"data.{name}"):
-            change(**{name: value})
-    with pytest.raises(UserError, match="data.buckets: prepared sequences have one length"):
-        change(packing=False, buckets=(16, 32))
-    index = json.loads((prepared / "index.json").read_text())
-    (tmp_path / "index.json").write_text(json.dumps(index | {"format": 0}))
-    with pytest.raises(UserError, match="has records of format 0, not 1"):
-        open_data(change(train=str(tmp_path)))
 
 
 def test_what_cannot_be_prepared_raises(texts, prepared, tmp_path):
