@@ -1,5 +1,7 @@
 """From text to batches: every token occurs once, at its correct position."""
 
+import re
+
 import numpy as np
 import pytest
 
@@ -367,3 +369,12 @@ def test_invalid_external_tokenizer_raises(pairs, tmp_path):
     ):
         with pytest.raises(UserError, match=message):
             open_data(experiment(pairs, tokenizer={"path": str(path)}))
+
+
+def test_normalized_ascii_equals_the_general_rule():
+    rng = np.random.default_rng(0)
+    texts = ["".join(map(chr, rng.integers(0, 128, rng.integers(0, 30)))) for _ in range(3000)]
+    for text in [*texts, "", "__", "A_b\x1fC  d"]:
+        assert text.isascii() and split.normalize(text + "é").endswith("é")
+        general = re.sub(r"[\W_]+", " ", text.casefold()).strip() or text
+        assert split.normalize(text) == general

@@ -1,6 +1,6 @@
 """Measures how fast text is prepared, and how fast prepared text is read.
 
-    python experiments/benchmarks/preparation.py prepare [--mb=100]
+    python experiments/benchmarks/preparation.py prepare [--mb=64]
     python experiments/benchmarks/preparation.py read [--tokens=1e9] [--seconds=60]
 
 prepare: writes MB of text (lines of WikiText-2 with their words in another order) into eight files,
@@ -58,77 +58,72 @@ def write_texts(folder: Path, mb: int) -> None:
         file.close()
 
 
-def timed(work) -> tuple[float, list[float]]:
-    """(seconds, peak MB of a new process and of its largest child) of `work()`."""
-    queue = multiprocessing.get_context("fork").Queue()
-
-    def run():
-        start = time.perf_counter()
-        work()
-        seconds = time.perf_counter() - start
-        users = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
-        queue.put((seconds, [resource.getrusage(who).ru_maxrss / 1e3 for who in users]))
-
-    process = multiprocessing.get_context("fork").Process(target=run)
+def timed(work, *args) -> tuple[float, list[float]]:
+    """(seconds, peak MB of a new process and of its largest child) of `work(*args)`."""
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    process = context.Process(target=_time, args=(queue, work, *args))
     process.start()
     result = queue.get()
     process.join()
     return result
 
 
-def measure_preparation(mb: int) -> None:
-    import datasets
+def _time(queue, work, *args) -> None:
+    start = time.perf_counter()
+    work(*args)
+    seconds = time.perf_counter() - start
+    users = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    queue.put((seconds, [resource.getrusage(who).ru_maxrss / 1e3 for who in users]))
 
-    from transformer.data import sources
+
+def prepare_files(files: tuple[str, ...], tokenizer: str, output: str, workers: int) -> None:
     from transformer.data.preparation.job import Job
     from transformer.data.preparation.prepare import prepare
+
+    config = experiment(files[0], "text", tokenizer={"path": tokenizer})
+    beam = "--runner=FnApiRunner --direct_running_mode=multi_processing"
+    beam += f" --direct_num_workers={workers}"
+    prepare(Job(config.model, config.data, 0, files, output, beam=beam, shard_mb=8))
+
+
+def tokenize_files(files: tuple[str, ...], tokenizer: str, output: str, workers: int) -> None:
+    import datasets
+
     from transformer.data.tokenizer import load_tokenizer
 
     datasets.disable_progress_bars()
+    encode = load_tokenizer(tokenizer).encode
+    rows = datasets.load_dataset("text", data_files=list(files), split="train", cache_dir=output)
+    tokenize = lambda rows: {"ids": encode(rows["text"])}
+    rows.map(tokenize, batched=True, num_proc=workers, remove_columns=["text"])
+
+
+def measure_preparation(mb: int) -> None:
+    from transformer.data.pipeline import open_data
+
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "texts").mkdir()
         write_texts(folder / "texts", mb)
-        pattern = str(folder / "texts" / "*.txt")
-        files = tuple(sources.files("text", pattern))
+        files = tuple(map(str, sorted((folder / "texts").iterdir())))
         raw = sum(Path(file).stat().st_size for file in files) / 1e6
-        trained = experiment(files[0], "text")
-        local = "--runner=FnApiRunner --direct_running_mode=multi_processing"
-        workers = lambda n: f"{local} --direct_num_workers={n}"
-        job = lambda config, paths, output, n: Job(
-            config.model, config.data, 0, paths, str(folder / output), beam=workers(n), shard_mb=16
-        )
-        prepare(job(trained, files[:1], "first", 1))
-        tokenizer = folder / "first" / "tokenizer.model"
-        config = experiment(pattern, "text", tokenizer={"path": str(tokenizer)})
-
-        def tokenize(n: int) -> None:
-            encode = load_tokenizer(tokenizer).encode
-            dataset = datasets.load_dataset(
-                "text", data_files=list(files), split="train", cache_dir=str(folder / f"cache{n}")
-            )
-            dataset.map(
-                lambda rows: {"ids": encode(rows["text"])},
-                batched=True,
-                num_proc=n,
-                remove_columns=["text"],
-            )
-
-        for n in (1, 2):
-            for name, work in (
-                ("data prepare", lambda n=n: prepare(job(config, files, f"out{n}", n))),
-                ("datasets.map", lambda n=n: tokenize(n)),
-            ):
-                seconds, peaks = timed(work)
+        tokenizer = folder / "tokenizer.model"
+        tokenizer.write_bytes(open_data(experiment(files[0], "text")).tokenizer.content)
+        for workers in (1, 2):
+            for work, what in ((prepare_files, "data prepare"), (tokenize_files, "datasets.map")):
+                output = folder / f"{work.__name__}{workers}"
+                seconds, peaks = timed(work, files, str(tokenizer), str(output), workers)
                 print(
-                    f"{name} with {n} process(es): {raw / seconds:6.2f} MB/s "
+                    f"{what} with {workers} process(es): {raw / seconds:6.2f} MB/s "
                     f"({seconds:.1f} s for {raw:.0f} MB), "
                     f"peak {peaks[0]:,.0f} MB and {peaks[1]:,.0f} MB in a worker",
                     flush=True,
                 )
-        meta = json.loads((folder / "out2" / "meta.json").read_text())
-        disk = sum(file.stat().st_size for file in (folder / "out2").glob("*.arrayrecord"))
-        print(f"{disk / meta['train']['tokens']:.3f} bytes per token on disk")
+        output = folder / "prepare_files2"
+        tokens = json.loads((output / "meta.json").read_text())["train"]["tokens"]
+        disk = sum(file.stat().st_size for file in output.glob("*.arrayrecord"))
+        print(f"{disk / tokens:.3f} bytes per token on disk")
 
 
 def write_sequences(folder: Path, tokens: int) -> None:
@@ -197,7 +192,7 @@ def measure_reading(tokens: int, seconds: float) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("what", choices=("prepare", "read"))
-    parser.add_argument("--mb", type=int, default=100)
+    parser.add_argument("--mb", type=int, default=64)
     parser.add_argument("--tokens", type=float, default=1e9)
     parser.add_argument("--seconds", type=float, default=60)
     args = parser.parse_args()
