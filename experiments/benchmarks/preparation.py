@@ -6,7 +6,7 @@
 prepare: writes MB of text (lines of WikiText-2 with their words in another order) into eight files,
     and prepares them with one worker process and with two. `datasets.map` (extra [hf]) tokenizes
     the same files with the same tokenizer in one process and in two. Prints MB of raw text per
-    second, bytes per token on disk, and the peak memory of the process and of its largest worker.
+    second, bytes per token on disk, and the peak memory of the largest worker.
 read: writes sequences of 2,048 random tokens, and reads them in random order as the batches of a
     host of experiments/scale/decoder_1b.py. Prints the seconds until the first batch, tokens per
     second as a multiple of what the host needs (planned: 524,288 tokens per 1.80 s on 4 hosts), and
@@ -58,8 +58,8 @@ def write_texts(folder: Path, mb: int) -> None:
         file.close()
 
 
-def timed(work, *args) -> tuple[float, list[float]]:
-    """(seconds, peak MB of a new process and of its largest child) of `work(*args)`."""
+def timed(work, *args) -> tuple[float, float]:
+    """(seconds, peak MB of the largest child process) of `work(*args)` in a new process."""
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()
     process = context.Process(target=_time, args=(queue, work, *args))
@@ -73,8 +73,7 @@ def _time(queue, work, *args) -> None:
     start = time.perf_counter()
     work(*args)
     seconds = time.perf_counter() - start
-    users = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
-    queue.put((seconds, [resource.getrusage(who).ru_maxrss / 1e3 for who in users]))
+    queue.put((seconds, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1e3))
 
 
 def prepare_files(files: tuple[str, ...], tokenizer: str, output: str, workers: int) -> None:
@@ -113,11 +112,11 @@ def measure_preparation(mb: int) -> None:
         for workers in (1, 2):
             for work, what in ((prepare_files, "data prepare"), (tokenize_files, "datasets.map")):
                 output = folder / f"{work.__name__}{workers}"
-                seconds, peaks = timed(work, files, str(tokenizer), str(output), workers)
+                seconds, peak = timed(work, files, str(tokenizer), str(output), workers)
                 print(
                     f"{what} with {workers} process(es): {raw / seconds:6.2f} MB/s "
                     f"({seconds:.1f} s for {raw:.0f} MB), "
-                    f"peak {peaks[0]:,.0f} MB and {peaks[1]:,.0f} MB in a worker",
+                    f"a worker's peak {peak:,.0f} MB",
                     flush=True,
                 )
         output = folder / "prepare_files2"

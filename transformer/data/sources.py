@@ -119,7 +119,7 @@ def expand(pattern: str, field: str = "data") -> list[epath.Path]:
 
 def _lines(file: epath.Path) -> Iterator[tuple[int, str]]:
     """Yields (line number from 1, line without its end), decoded as strict UTF-8 without BOM."""
-    number = 0
+    number, name = 0, str(file)  # epath makes it anew at every use
     with contextlib.ExitStack() as opened:
         try:
             stream = opened.enter_context(file.open("rb"))
@@ -128,7 +128,7 @@ def _lines(file: epath.Path) -> Iterator[tuple[int, str]]:
             elif file.suffix == ".zst":
                 stream = opened.enter_context(_zstd(stream, file))
             for number, line in enumerate(stream, 1):
-                yield number, _decode(line, f"{file}:{number}", first=number == 1)
+                yield number, _decode(line, f"{name}:{number}", first=number == 1)
         except (EOFError, zlib.error, gzip.BadGzipFile) as e:
             problem = f"damaged or cut off after line {number}"
             raise UserError(f"{file}: {problem} ({e}); fetch it again") from None

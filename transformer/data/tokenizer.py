@@ -47,6 +47,7 @@ class Tokenizer:
     source_prefix_ids: Sequence[int] = ()  # the one that begins a source, or none
     mask: int | None = None  # replaces tokens that are predicted
     adds_bos: bool = True  # whether other libraries begin a text with bos
+    threads: int = os.cpu_count() or 1  # that encode texts
 
     def set_special_tokens(self, config: TokenizerConfig, name: str, **defaults: int) -> None:
         """Sets the special tokens that the config sets, or else `defaults` (-1: none). Raises
@@ -149,7 +150,7 @@ class SentencePiece(Tokenizer):
             return False
 
     def encode(self, texts):
-        return self._processor.encode(as_list(texts), num_threads=os.cpu_count() or 1)
+        return self._processor.encode(as_list(texts), num_threads=self.threads)
 
     def _text(self, ids):
         return self._processor.decode(ids)

@@ -41,6 +41,7 @@ def write(job: Job, number: int, folder: Path, pieces) -> Path:
 
     file = job.tokenizer
     tokenizer = load_tokenizer(file, job.data.tokenizer.at(file))
+    tokenizer.threads = 1 if len(pieces) > 1 else tokenizer.threads  # beside other workers
     counts = tokenize(folder, "train", _training(job, pieces[number]), tokenizer, job.columns)
     shard = folder / f"train-{number:05d}-of-{len(pieces):05d}.arrayrecord"
     entry = {"filename": shard.name, "take": 0, "counts": counts, "report": {}}
@@ -73,9 +74,9 @@ def _training(job: Job, ranges: Iterable[tuple[int, int, int]]) -> Iterator[Exam
 
 
 def _filled(job: Job, sequences) -> float:
-    """The share of tokens that are not padding, in at most 1,000 sequences."""
+    """The share of tokens that are not padding, in at most 100 sequences."""
     count = len(sequences.lengths)
-    used, rows = 0, range(0, count, -(-count // 1000))
+    used, rows = 0, range(0, count, -(-count // 100))
     for i in rows:
         for segment in sequences.segments(i, lambda: np.random.default_rng(0)):
             used += len(segment.inputs) + (0 if segment.source is None else len(segment.source))
