@@ -94,6 +94,17 @@ def test_draws_depend_only_on_seed_epoch_and_sequence(text, case):
     assert same == (not draws) and ("classification" in case or case == "tagging") <= same
 
 
+@pytest.mark.parametrize("case", ["masked", "masked words"])
+def test_masked_texts_begin_with_bos(text, case):
+    data = data_of(text, case)
+    rows, tokenizer = data.objective.sequences(data.store, "train", data.config), data.tokenizer
+    segments = [x for i in range(9) for x in rows.segments(i, lambda i=i: np.random.default_rng(i))]
+    assert len(segments) >= 9
+    for segment in segments:
+        for ids in (segment.inputs, segment.targets):
+            assert ids[0] == tokenizer.bos and tokenizer.bos not in ids[1:]
+
+
 def test_prefix_length_is_random_and_prefix_has_no_target_tokens(text):
     data = data_of(text, "prefix")
     rows, cuts = data.objective.sequences(data.store, "train", data.config), set()
