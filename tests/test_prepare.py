@@ -127,8 +127,28 @@ def test_shards_continue_an_interrupted_preparation(texts, tmp_path, monkeypatch
         prepare(started)
 
 
-def test_what_cannot_be_prepared_raises(texts, prepared, tmp_path):
+def test_what_cannot_be_prepared_raises(texts, prepared, tmp_path, capsys):
+    from transformer.cli import main
+
     output = tmp_path / "out"
+    for options, message in [
+        ({"shard_mb": 0}, "--shard_mb: 0 must be at least 1"),
+        ({"max_chars": -1}, "--max_chars: -1 must be at least 0"),
+        ({"filter": "no_such_module:f"}, "--filter: 'no_such_module:f' is not a MODULE:FUNCTION"),
+        ({"filter": "json:no"}, "--filter: 'json:no' is not a MODULE:FUNCTION"),
+        ({"filter": ":f"}, "--filter: ':f' is not a MODULE:FUNCTION"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            prepare(job(experiment(texts), output, **options))
+    assert not output.exists()
+    for words, message in [
+        (["prepare"], "data prepare needs --config=FILE.py and --output=FOLDER"),
+        (["verify"], "data verify needs --output=FOLDER"),
+        (["--output=x"], "options are for `data prepare` and `data verify`"),
+        (["verify", f"--output={output}"], "has no index.json, so it is not prepared text"),
+    ]:
+        assert main(["data", *words]) == 2
+        assert message in capsys.readouterr().err
     with pytest.raises(UserError, match="data.max_examples: the whole text is prepared"):
         prepare(job(experiment(texts, max_examples=5), output))
     with pytest.raises(UserError, match="data.held_out: 500 sources in each .* leave no text"):

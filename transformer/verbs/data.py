@@ -53,6 +53,9 @@ def run(args, overrides) -> int:
 
     if args.name in ("prepare", "verify"):
         return _prepare(args, overrides) if args.name == "prepare" else _verify(args)
+    given = (args.config, args.output, args.license, args.filter, args.beam)
+    if any((*given, args.keep_duplicates, overrides)):
+        raise UserError("data: options are for `data prepare` and `data verify`; leave them out")
     if args.name is None:
         for name, corpus in CORPORA.items():
             print(f"{name:<16}{corpus.about}\n{'':<16}{corpus.license}; {corpus.attribution}")

@@ -5,6 +5,7 @@ import importlib
 import itertools
 import json
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -23,12 +24,19 @@ def _hash(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
+def load_filter(name: str) -> Callable[[Example], bool]:
+    """The function that "module:function" names. "" keeps all examples. Raises UserError."""
+    module, _, function = name.partition(":")
+    try:
+        return getattr(importlib.import_module(module), function) if name else lambda example: True
+    except (ImportError, AttributeError, ValueError) as e:
+        raise UserError(f"--filter: {name!r} is not a MODULE:FUNCTION to import ({e})") from None
+
+
 def scan(job: Job, number: int, folder: Path) -> Path:
     """Per example: `exact`, the hash of its text; `sides` [n, sides], those of its normalized
     source and target; `sizes`, its bytes; `kept`, whether it passes the filters."""
-    module, _, name = job.filter.partition(":")
-    passes = getattr(importlib.import_module(module), name) if module else lambda example: True
-    most = job.max_chars or float("inf")
+    passes, most = load_filter(job.filter), job.max_chars or float("inf")
     exact, sides, sizes, kept = [], [], [], []
     for example in job.examples(number):
         exact.append(_hash("\0".join(example)))

@@ -61,8 +61,12 @@ def prepare(job: Job) -> dict:
 
 
 def _begin(job: Job) -> None:
-    """Checks the job against what the folder holds."""
+    """Checks the job, and what the folder holds."""
     data = job.data
+    hashes.load_filter(job.filter)
+    for name, least in {"shard_mb": 1, "min_chars": 1, "max_chars": 0}.items():
+        if getattr(job, name) < least:
+            raise UserError(f"--{name}: {getattr(job, name)} must be at least {least}")
     refused = {
         "objective": (not data.chosen.can_prepare, "its sequences cannot be stored"),
         "format": (data.format in ("probe", "prepared"), "only files of text can be prepared"),
