@@ -2,8 +2,9 @@
 
     python -m transformer plan --config=experiments/scale/decoder_1b.py --topology=v5e-16
 
-Data      allenai/c4's files in your bucket; replace BUCKET with its name. Each host
-          tokenizes them before its first step
+Data      allenai/c4's files in your bucket; replace BUCKET with its name. Prepare them once with
+          `data prepare --config=experiments/scale/decoder_1b.py --output=gs://BUCKET/prepared/c4`,
+          and train with the options that it prints
 Hardware  a TPU slice. This was planned, not run: compiled by libtpu 0.0.42.1 (jax 0.10.2) on two
           cores of an AMD EPYC 9005
 Compare   no published measurement was found for this chip and size; MaxText's 16 B model reached

@@ -4,8 +4,9 @@ r"""How fast can a decoder of 8 B parameters, shaped like Llama 3, train on a v5
     python -m transformer plan --config=experiments/scale/decoder_8b.py --topology=v6e-64 \
         --only=train
 
-Data      allenai/c4's files in your bucket; replace BUCKET with its name. Each host
-          tokenizes them before its first step
+Data      allenai/c4's files in your bucket; replace BUCKET with its name. Prepare them once with
+          `data prepare --config=experiments/scale/decoder_8b.py --output=gs://BUCKET/prepared/c4`,
+          and train with the options that it prints
 Hardware  a TPU slice. This was planned, not run: compiled by libtpu 0.0.42.1 (jax 0.10.2) on two
           cores of an AMD EPYC 9005
 Compare   MaxText measured 45.5 % MFU (7,207 tokens/s per chip) at this size and length (v6e, 256)

@@ -1,4 +1,4 @@
-"""How long does a decoder of 8 B parameters train on a mixture of web pages, code and mathematics?
+r"""How long does a decoder of 8 B parameters train on a mixture of web pages, code and mathematics?
 
     python -m transformer plan --config=experiments/scale/web.py --topology=v5e-256 --only=train
 
@@ -9,7 +9,14 @@ training). The same mixture at a small size, on text that the first command gene
     python -m transformer train --config=experiments/scale/web.py:small --workdir=runs/web
 
 Data      C4, StarCoderData and OpenWebMath as files of JSON lines in your bucket, with a
-          tokenizer; replace BUCKET with its name. Each host tokenizes them before its first step
+          tokenizer; replace BUCKET with its name. Prepare each source once. The run reads the
+          mounted bucket:
+    python -m transformer data prepare --config=experiments/scale/web.py:web \
+        --output=gs://BUCKET/prepared/web
+    python -m transformer data prepare --config=experiments/scale/web.py:code \
+        --output=gs://BUCKET/prepared/code
+    python -m transformer data prepare --config=experiments/scale/web.py:math \
+        --output=gs://BUCKET/prepared/math
 Hardware  a TPU pod. This was planned, not run: compiled by libtpu 0.0.42.1 (jax 0.10.2) on two
           cores of an AMD EPYC 9005
 
@@ -52,13 +59,18 @@ import ml_collections
 
 from transformer import architecture
 
-ARGUMENTS = ("pod", "small")
+ARGUMENTS = ("pod", "small", "web", "code", "math")
 FOLDER = "data/web"
+RAW = {
+    "web": dict(train="gs://BUCKET/c4/en/c4-train.*.json.gz", fields=("text",)),
+    "code": dict(train="gs://BUCKET/starcoderdata/*.jsonl.gz", fields=("content",)),
+    "math": dict(train="gs://BUCKET/open-web-math/*.jsonl.gz", fields=("text",)),
+}
 
 
 def get_config(scale="pod"):
     config = ml_collections.ConfigDict()
-    config.data = dict(objective="causal_lm", format="jsonl", fields=("text",))
+    config.data = dict(objective="causal_lm")
     if scale == "small":
         config.model = dict(
             family="decoder",
@@ -74,13 +86,12 @@ def get_config(scale="pod"):
             learning_rate=3e-3, schedule="wsd", warmup_steps=20, decay_fraction=0.1
         )
         config.train = dict(steps=200, eval_every=100, eval_batches=10, log_every=20)
-        files = {name: dict(train=f"{FOLDER}/{name}.jsonl") for name in ("web", "code", "math")}
+        source = lambda name: dict(train=f"{FOLDER}/{name}.jsonl", format="jsonl")
     else:
         config.model = architecture(
             "llama3_8b", max_length=4096, dtype="bfloat16", remat="full", vocab_size=128_256
         )
         config.data.update(length=4096, batch_size=512)
-        config.data.tokenizer = dict(path="gs://BUCKET/tokenizer.json")
         config.optimizer = dict(
             learning_rate=3e-4,
             schedule="wsd",
@@ -94,16 +105,19 @@ def get_config(scale="pod"):
         config.train = dict(steps=50_000, checkpoint_every=1000, eval_every=1000, eval_batches=20)
         config.mesh = dict(data=1, fsdp=-1)
         config.platform = "tpu"
-        files = {
-            "web": dict(train="gs://BUCKET/c4/en/c4-train.*.json.gz"),
-            "code": dict(train="gs://BUCKET/starcoderdata/*.jsonl.gz", fields=("content",)),
-            "math": dict(train="gs://BUCKET/open-web-math/*.jsonl.gz", max_epochs=4),
-        }
+        limit = {"math": 4}
+        source = lambda name: dict(
+            train=f"runs/prepared/{name}", format="prepared", max_epochs=limit.get(name, 0)
+        )
+    if scale in RAW:
+        tokenizer = dict(path="gs://BUCKET/tokenizer.json")
+        config.data.update(format="jsonl", tokenizer=tokenizer, **RAW[scale])
+        return config
     decay = config.train.steps * 9 // 10  # where the schedule begins to decay
     weights = {"web": (0.8, 0.4), "code": (0.15, 0.3), "math": (0.05, 0.3)}
     config.data.mixture = tuple(
-        dict(name=name, weight=((0, weights[name][0]), (decay, weights[name][1])), **files[name])
-        for name in files
+        dict(name=name, weight=((0, before), (decay, after)), **source(name))
+        for name, (before, after) in weights.items()
     )
     return config
 
