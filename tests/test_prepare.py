@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import shlex
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -77,12 +78,58 @@ def test_every_text_is_read_once_unless_it_repeats_or_is_held_out(texts, tmp_pat
     assert sorted(other.examples("test")) == sorted(held_out["test"])
 
 
+def test_odd_file_names_are_read_once(texts, tmp_path):
+    """A name with brackets is not a pattern again, in raw files and in the output."""
+    lines = (texts / "0.txt").read_text().splitlines()
+    lines += lines[:7]
+    for name, some in (("a[1].txt", lines[:100]), ("a1.txt", lines[100:])):
+        (tmp_path / name).write_text("\n".join(some))
+    fields = {"length": 64, "held_out": 5}
+    fields["tokenizer"] = {"kind": "char", "character_coverage": 1.0}
+    train = str(tmp_path / "a*.txt")
+    config = experiment(texts, "causal_lm unpacked", **fields, train=train)
+    made = prepare(job(config, tmp_path / "o [1],x*"))
+    assert {x for (x,) in written(config, tmp_path / "o [1],x*")} < set(lines)
+    assert sum(made["dropped"].values()) + made["examples"] == len(lines)
+    assert made["dropped"]["repeat another"] == len(lines) - len(set(lines)) >= 7
+    assert made["dropped"]["held out"] >= 10
+    pairs = [(f"{tmp_path}/p[{i}].{side}", [f"{i} {side} x"]) for i in (1, 2) for side in "ab"]
+    for name, some in pairs:
+        Path(name).write_text("\n".join(some))
+    both = f"{tmp_path}/p*.a,{tmp_path}/p*.b"
+    files = sources.files("paired", both)
+    read = [x for file in files for x in sources.examples("paired", file, (), ("s", "t"))]
+    assert read == [("1 a x", "1 b x"), ("2 a x", "2 b x")]
+    (tmp_path / "q,.a").write_text("x")
+    (tmp_path / "q,.b").write_text("x")
+    with pytest.raises(UserError, match="q,.a: a comma separates two files"):
+        sources.files("paired", f"{tmp_path}/q?.a,{tmp_path}/q?.b")
+
+
+def test_shard_whose_examples_are_all_too_long(texts, tmp_path):
+    config = experiment(texts, "seq2seq", too_long="drop", length=4)
+    with pytest.raises(UserError, match="data: no text is left for training"):
+        prepare(job(config, tmp_path / "out"))
+
+
 def test_filters(texts, tmp_path, monkeypatch):
     (tmp_path / "my_filter.py").write_text("def no_a(example):\n    return 'a' not in example[0]\n")
     monkeypatch.syspath_prepend(tmp_path)
     config = experiment(texts, "causal_lm unpacked", length=64, held_out=10)
     options = {"min_chars": 8, "max_chars": 20, "filter": "my_filter:no_a"}
     prepare(job(config, tmp_path / "out", **options))
+    for function, message in [
+        ("lambda example: 1", "returned 1; return True or False"),
+        ("lambda: True", "raised TypeError: .*takes 0 positional arguments"),
+    ]:
+        name = f"other_filter_{len(message)}"
+        (tmp_path / f"{name}.py").write_text(f"f = {function}\n")
+        with pytest.raises(UserError, match=f"--filter: '{name}:f' {message}"):
+            prepare(job(config, tmp_path / name, filter=f"{name}:f"))
+        (tmp_path / f"{name}.py").write_text("f = lambda example: True\n")
+        monkeypatch.delitem(sys.modules, name)
+        with pytest.raises(UserError, match="preparation with other content of --filter"):
+            prepare(job(config, tmp_path / name, filter=f"{name}:f"))
     raw = {x for i in range(3) for (x,) in sources.read("text", str(texts / f"{i}.txt"))}
     kept = {x for x in raw if 8 <= len(x) <= 20 and "a" not in x}
     data = open_data(reader(config, tmp_path / "out"))
@@ -116,7 +163,7 @@ def test_shards_continue_an_interrupted_preparation(texts, tmp_path, monkeypatch
     assert times
     with pytest.raises(UserError, match="has no index.json, so it is not prepared text"):
         open_data(reader(config, tmp_path / "started"))
-    with pytest.raises(UserError, match="unfinished preparation with other options"):
+    with pytest.raises(UserError, match="unfinished preparation with other min_chars"):
         prepare(dataclasses.replace(started, min_chars=3))
     monkeypatch.setattr(shards, "write", write)
     prepare(started)
@@ -149,6 +196,17 @@ def test_what_cannot_be_prepared_raises(texts, prepared, tmp_path, capsys):
     ]:
         assert main(["data", *words]) == 2
         assert message in capsys.readouterr().err
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "tokenizer.model").write_text("of something else")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="full is not empty; name another folder"):
+        prepare(job(experiment(texts), tmp_path / "full"))
+    with pytest.raises(UserError, match="file is not a folder"):
+        prepare(job(experiment(texts), tmp_path / "file"))
+    with pytest.raises(UserError, match="--beam: '--runner=Foo'"):
+        prepare(job(experiment(texts), tmp_path / "beam", beam="--runner=Foo"))
+    with pytest.raises(UserError, match="data.tokenizer.path: no file"):
+        prepare(job(experiment(texts, tokenizer={"path": "none.model"}), output))
     with pytest.raises(UserError, match="data.max_examples: the whole text is prepared"):
         prepare(job(experiment(texts, max_examples=5), output))
     with pytest.raises(UserError, match="data.held_out: 500 sources in each .* leave no text"):

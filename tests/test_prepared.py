@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import grain
@@ -101,6 +102,17 @@ def test_damaged_shard_is_named(texts, tmp_path, kind):
         verify(tmp_path / "out")
 
 
+@pytest.mark.parametrize("name", ["tokenizer.model", "valid.0.ids.npy", "test.jsonl"])
+def test_other_damaged_files_are_found(texts, prepared, tmp_path, name):
+    shutil.copytree(prepared, tmp_path / "out")
+    (tmp_path / "out" / name).write_bytes(b"other")
+    with pytest.raises(UserError, match=f"{name}: missing, or altered since it was prepared"):
+        verify(tmp_path / "out")
+    if name == "tokenizer.model":
+        with pytest.raises(UserError, match="the tokenizer is missing, or another than that of"):
+            open_data(reader(experiment(texts), tmp_path / "out"))
+
+
 def test_other_layouts_and_tokenizers_raise(texts, prepared, tmp_path):
     config = reader(experiment(texts), prepared)
     data = config.data
@@ -113,7 +125,7 @@ def test_other_layouts_and_tokenizers_raise(texts, prepared, tmp_path):
         with pytest.raises(UserError, match=message):
             open_data(change(**changes)).batches("train")
     tokenizer = TokenizerConfig(kind="bpe")
-    with pytest.raises(UserError, match="data.tokenizer: the tokenizer of prepared text is"):
+    with pytest.raises(UserError, match="data.tokenizer: a new one is not the tokenizer"):
         open_data(change(tokenizer=tokenizer))
     with pytest.raises(UserError, match="data.train: .*mount the bucket"):
         open_data(change(train="gs://bucket/folder"))

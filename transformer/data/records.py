@@ -56,9 +56,9 @@ class Records(OfParts):
         made, now = store.index["layout"], task.data.chosen.layout(task)
         for field in now:
             if made.get(field) != now[field]:
-                field = {"decoder_length": "target_length"}.get(field, field)
-                name = "model.family" if field == "family" else f"data.{field}"
-                problem = f"{store.folder} was prepared with {made}, but this run has {now}"
+                renamed = {"decoder_length": "target_length"}.get(field, field)
+                name = "model.family" if field == "family" else f"data.{renamed}"
+                problem = f"{now[field]}, but {store.folder} was prepared with {made.get(field)}"
                 raise UserError(f"{name}: {problem}; use the same, or prepare the text again")
         self._shards, self._dtype = _shards(store.folder, store.index), store.dtype
         for shard in self._shards:
@@ -110,8 +110,13 @@ def _shards(folder: Path, index: dict) -> list[_Shard]:
 
 
 def verify(folder: Path) -> int:
-    """Reads all shards and compares their SHA-256. Returns their number. Raises UserError."""
-    shards = _shards(folder, _index(folder))
+    """Compares the SHA-256 of all files. Returns the number of shards. Raises UserError."""
+    index = _index(folder)
+    for name, digest in index["files"].items():
+        file = folder / name
+        if not file.exists() or hashlib.sha256(file.read_bytes()).hexdigest() != digest:
+            raise UserError(f"{file}: missing, or altered since it was prepared; {_AGAIN}")
+    shards = _shards(folder, index)
     for shard in shards:
         shard.check_size()
         with Path(shard.filename).open("rb") as file:
@@ -124,16 +129,21 @@ def open_prepared(config: DataConfig, vocab_size: int) -> Prepared:
     """Opens the folder `config.train` of prepared text, with the tokenizer in it."""
     folder = Path(config.train)
     index = _index(folder)
-    file = tokenizers.find_tokenizer(folder)
+    meta, file = read_json(folder / "meta.json"), tokenizers.find_tokenizer(folder)
+    content = tokenizers.read_tokenizer(file) if file else b""
+    if hashlib.sha256(content).hexdigest() != meta["tokenizer_sha256"]:
+        problem = "the tokenizer is missing, or another than that of the preparation"
+        raise UserError(f"{folder}: {problem}; {_AGAIN}")
     ids = {name: i for name, i in index["tokenizer"].items() if name.endswith("_id")}
     tokenizer = tokenizers.load_tokenizer(file, type(config.tokenizer)(path=str(file), **ids))
     if config.tokenizer != type(config.tokenizer)():
         path = config.tokenizer.path
         if not path or tokenizers.read_tokenizer(path) != tokenizer.content:
-            problem = f"the tokenizer of prepared text is {file}"
-            raise UserError(f"data.tokenizer: {problem}; leave it out, or set its path to that")
+            problem = f"{path or 'a new one'} is not the tokenizer with which {folder} was prepared"
+            raise UserError(f"data.tokenizer: {problem}; leave it out, or prepare the text again")
+    config = dataclasses.replace(config, tokenizer=config.tokenizer.at(file))
     check_size(tokenizer, config, vocab_size)
-    return Prepared(folder, tokenizer, read_json(folder / "meta.json"), index)
+    return Prepared(folder, tokenizer, meta, index)
 
 
 def _index(folder: Path) -> dict:
@@ -145,8 +155,8 @@ def _index(folder: Path) -> dict:
         way_out = "python -m transformer data prepare makes such a folder"
         raise UserError(f"data.train: {problem}; {way_out}")
     index = read_json(folder / INDEX)
-    if index["format"] != FORMAT:
-        problem = f"{folder} has records of format {index['format']}, not {FORMAT}"
+    if index.get("format") != FORMAT:
+        problem = f"{folder} has records of format {index.get('format')}, not {FORMAT}"
         raise UserError(f"data.train: {problem}; prepare the text again")
     return index
 

@@ -68,7 +68,11 @@ def files(format: str, path: str) -> list[str]:
     """The paths, each readable alone, that `path` consists of: those of files or, for "paired", of
     pairs of files."""
     if format == "paired":
-        return [f"{source},{target}" for source, target in _pairs(path)]
+        pairs = _pairs(path)
+        for file in itertools.chain.from_iterable(pairs):
+            if "," in str(file):
+                raise UserError(f"data: {file}: a comma separates two files; rename the file")
+        return [f"{source},{target}" for source, target in pairs]
     return [path] if format == "huggingface" else [str(file) for file in expand(path)]
 
 
@@ -103,7 +107,7 @@ def as_path(text: str, field: str) -> epath.Path:
 def expand(pattern: str, field: str = "data") -> list[epath.Path]:
     """Returns the files of a path or glob, sorted. Raises UserError for `field` without any."""
     path = as_path(pattern, field)
-    if not any(c in path.name for c in "*?["):
+    if not any(c in path.name for c in "*?[") or path.exists():
         if not path.exists():
             where = "" if path.is_absolute() else f"; the path is relative to {Path.cwd()}"
             raise UserError(f"{field}: no file {pattern!r}{where}")
@@ -204,6 +208,8 @@ def _paired(path: str) -> Iterator[Example]:
 
 def _by_wildcards(pattern: str) -> list[tuple[tuple[str, ...], epath.Path]]:
     """(texts that the wildcards match, file) for each file, sorted. `[x]` is not a wildcard."""
+    if as_path(pattern, "data").exists():
+        return [((), as_path(pattern, "data"))]
     parts = re.split(r"(\*|\?|\[(?!.\])!?\]?[^\]]*\])", as_path(pattern, "data").name)
     inner = [fnmatch.translate(part)[len("(?s:") : -len(r")\Z")] for part in parts]
     inner[1::2] = [f"({wildcard})" for wildcard in inner[1::2]]

@@ -38,12 +38,12 @@ def arguments(parser) -> None:
     add("--output", metavar="FOLDER", help="prepare, verify: the prepared text, local or gs://")
     add("--license", default="", metavar="TEXT", help="prepare: license of the text, for the card")
     add("--min_chars", type=int, default=1, metavar="N", help="prepare: drop shorter texts")
-    longer = "prepare: drop longer texts (default: 0, none)"
+    longer = "prepare: drop longer texts (default: 0, no limit)"
     add("--max_chars", type=int, default=0, metavar="N", help=longer)
     keep = "prepare: keep the examples, tuples of texts, for which this function is true"
     add("--filter", default="", metavar="MODULE:FUNCTION", help=keep)
     add("--keep_duplicates", action="store_true", help="prepare: keep exact repetitions")
-    size = "prepare: raw text in a shard, in MB (default: 256)"
+    size = "prepare: MB of raw text in a shard (default: 256)"
     add("--shard_mb", type=int, default=256, metavar="N", help=size)
     add("--beam", default="", metavar="OPTIONS", help="prepare: Beam's options")
 
@@ -54,7 +54,7 @@ def run(args, overrides) -> int:
     if args.name in ("prepare", "verify"):
         return _prepare(args, overrides) if args.name == "prepare" else _verify(args)
     given = (args.config, args.output, args.license, args.filter, args.beam)
-    if any((*given, args.keep_duplicates, overrides)):
+    if any((*given, args.keep_duplicates, args.max_chars, overrides)) or args.shard_mb != 256:
         raise UserError("data: options are for `data prepare` and `data verify`; leave them out")
     if args.name is None:
         for name, corpus in CORPORA.items():
@@ -87,9 +87,11 @@ def _prepare(args, overrides) -> int:
         text = dataclasses.replace(text, corpus="", format=corpus.format, **paths)
     names = ("output", "license", "min_chars", "max_chars", "filter", "keep_duplicates", "shard_mb")
     options = {name: getattr(args, name) for name in names} | {"beam": args.beam}
-    files = tuple(sources.files(text.format, text.train))
+    # `prepare` refuses a mixture, which has no files of its own.
+    files = () if text.mixture else tuple(sources.files(text.format, text.train))
     made = prepare(Job(config.model, text, config.seed, files, **options))
     per_token = made["bytes"] / made["tokens"]
+    print("not read: " + ", ".join(f"{n:,} {why}" for why, n in made["dropped"].items()))
     print(
         f"{made['examples']:,} examples, {made['tokens']:,} tokens -> {made['sequences']:,} "
         f"sequences in {made['shards']:,} shard(s), {made['bytes'] / 1e6:,.1f} MB "

@@ -26,11 +26,31 @@ def _hash(text: str) -> int:
 
 def load_filter(name: str) -> Callable[[Example], bool]:
     """The function that "module:function" names. "" keeps all examples. Raises UserError."""
+    if not name:
+        return lambda example: True
     module, _, function = name.partition(":")
     try:
-        return getattr(importlib.import_module(module), function) if name else lambda example: True
-    except (ImportError, AttributeError, ValueError) as e:
+        passes = getattr(importlib.import_module(module), function)
+    except Exception as e:  # importing runs the module
         raise UserError(f"--filter: {name!r} is not a MODULE:FUNCTION to import ({e})") from None
+
+    def checked(example: Example) -> bool:
+        try:
+            answer = passes(example)
+        except Exception as e:
+            problem = f"{name!r} raised {type(e).__name__}: {e}"
+            raise UserError(f"--filter: {problem} for {str(example)[:60]}") from None
+        if not isinstance(answer, bool | np.bool_):
+            raise UserError(f"--filter: {name!r} returned {answer!r}; return True or False")
+        return bool(answer)
+
+    return checked
+
+
+def source(name: str) -> str:
+    """The content of the module of a filter: a preparation does not continue with another one."""
+    module = importlib.import_module(name.partition(":")[0]) if name else None
+    return Path(module.__file__).read_text() if module else ""
 
 
 def scan(job: Job, number: int, folder: Path) -> Path:
@@ -43,7 +63,7 @@ def scan(job: Job, number: int, folder: Path) -> Path:
         sides.append([_hash(split.normalize(text)) for text in example])
         sizes.append(sum(len(text.encode()) for text in example))
         fits = all(job.min_chars <= len(text) <= most for text in example)
-        kept.append(fits and bool(passes(example)))
+        kept.append(fits and passes(example))
     file = folder / "scan.npz"
     hashes = {"exact": np.array(exact, np.uint64), "sizes": np.array(sizes, np.int64)}
     shaped = np.array(sides, np.uint64).reshape(len(exact), len(job.columns))
@@ -73,11 +93,14 @@ def limits(job: Job) -> dict[str, int]:
     data = job.data
     held_out = [0 if getattr(data, part) else data.held_out for part in ("test", "valid")]
     sampled = 0 if data.tokenizer.path else data.tokenizer.max_sentences
-    smallest = np.zeros(0, np.uint64)
+    smallest, count = np.zeros(0, np.uint64), 0
     for file in range(len(job.files)):
         scanned = job.scanned(file)
+        count += len(scanned["kept"])
         new = scanned["sides"][scanned["kept"], 0]
         smallest = np.unique(np.concatenate([smallest, new]))[: sum(held_out) + sampled + 1]
+    if not count:
+        raise UserError(f"data.train: {data.train} contains no text")
     if not len(smallest):
         raise UserError("data: no example passes the filters; change them")
     if len(smallest) <= sum(held_out):

@@ -60,7 +60,7 @@ class Job:
     @property
     def tokenizer(self) -> epath.Path | None:
         """The file of the tokenizer, if there is one yet."""
-        files = (self.folder / name for name in FILES.values())
+        files = (self.folder / UNFINISHED / name for name in FILES.values())
         return next((file for file in files if file.exists()), None)
 
     def scanned(self, file: int) -> dict[str, np.ndarray]:
@@ -70,7 +70,9 @@ class Job:
     def training(self, file: int) -> np.ndarray:
         """bool: which examples of a raw file pass the filters and repeat no earlier one."""
         kept = self.scanned(file)["kept"]
-        for result in self.folder.glob(f"{UNFINISHED}/duplicates-*"):
+        for result in (self.folder / UNFINISHED).iterdir():
+            if not result.name.startswith("duplicates-") or result.suffix == ".tmp":
+                continue
             with result.open("rb") as stream:
                 kept[np.load(stream).get(str(file), np.zeros(0, int))] = False
         return kept
@@ -82,8 +84,9 @@ def distribute(
     """Runs `task(job, number, folder, **options)`, which writes a result into the local folder and
     returns its file, for each number without a result."""
     try:
-        import apache_beam as beam
-        from apache_beam.options.pipeline_options import PipelineOptions
+        with _without_stderr():
+            import apache_beam as beam
+            from apache_beam.options.pipeline_options import PipelineOptions
     except ImportError:
         way_out = "the extra [prepare]: pip install -e '.[prepare]'"
         raise UserError(f"data prepare needs Apache Beam, {way_out}") from None
@@ -94,12 +97,16 @@ def distribute(
         local = "--runner=FnApiRunner --direct_running_mode=multi_processing"
         local += f" --direct_num_workers={workers}"
     run = functools.partial(_run, functools.partial(task, **options), job, stage)
+    try:
+        pipeline = beam.Pipeline(options=PipelineOptions(shlex.split(job.beam or local)))
+    except ValueError as e:
+        raise UserError(f"--beam: {job.beam!r}: {' '.join(str(e).split())[:200]}") from None
+    print(f"{stage:<11} {len(missing):,} of {len(numbers):,} task(s) to do", flush=True)
     error = job.folder / UNFINISHED / "error"
     error.unlink(missing_ok=True)
     try:
-        options = PipelineOptions(shlex.split(job.beam or local))
         quiet = contextlib.nullcontext() if job.beam else _without_stderr()
-        with quiet, beam.Pipeline(options=options) as pipeline:
+        with quiet, pipeline:
             pipeline | beam.Create(missing) | beam.Reshuffle() | beam.Map(run)
     except Exception:
         if error.exists():  # Beam reports the exceptions of workers as text

@@ -27,12 +27,13 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from transformer.data import sources
 from transformer.data.preparation import hashes, shards
 from transformer.data.preparation.job import UNFINISHED, Job, distribute, publish
 from transformer.data.records import FORMAT, INDEX
 from transformer.data.sources import Example
 from transformer.data.store import RawText, check_size, tokenize, train_on
-from transformer.data.tokenizer import Tokenizer, load_tokenizer
+from transformer.data.tokenizer import Tokenizer, load_tokenizer, read_tokenizer
 from transformer.errors import UserError
 from transformer.mapping import to_mapping
 
@@ -55,7 +56,8 @@ def prepare(job: Job) -> dict:
         for part, examples in held_out.items():
             meta[part] = tokenize(Path(folder), part, iter(examples), tokenizer, job.columns)
         for file in Path(folder).iterdir():
-            publish(file, job.folder / file.name)
+            is_tokenizer = file.name == tokenizer.name
+            publish(file, (job.folder / UNFINISHED if is_tokenizer else job.folder) / file.name)
     distribute(job, "write", shards.write, range(len(pieces)), pieces=pieces)
     return _finish(job, tokenizer, meta, len(pieces))
 
@@ -67,6 +69,11 @@ def _begin(job: Job) -> None:
     for name, least in {"shard_mb": 1, "min_chars": 1, "max_chars": 0}.items():
         if getattr(job, name) < least:
             raise UserError(f"--{name}: {getattr(job, name)} must be at least {least}")
+    folder = sources.as_path(job.output, "--output")
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"--output: {job.output} is not a folder; name another one")
+    if data.tokenizer.path:
+        read_tokenizer(data.tokenizer.path)
     refused = {
         "objective": (not data.chosen.can_prepare, "its sequences cannot be stored"),
         "format": (data.format in ("probe", "prepared"), "only files of text can be prepared"),
@@ -79,15 +86,29 @@ def _begin(job: Job) -> None:
             raise UserError(f"data.{field}: {reason}")
     if (job.folder / INDEX).exists():
         raise UserError(f"--output: {job.output} holds prepared text; name another folder")
-    read = RawText(job.data, job.columns).fingerprint()
-    described = json.dumps([read, to_mapping(dataclasses.replace(job, beam=""))], default=str)
+    described = to_mapping(dataclasses.replace(job, beam="", output=""))
+    described["files"] = RawText(job.data, job.columns).fingerprint()
+    described["content of --filter"] = hashes.source(job.filter)
+    described = json.loads(json.dumps(described, default=str))
     file = job.folder / UNFINISHED / "job.json"
-    if not file.exists():
+    if file.exists():
+        before = json.loads(file.read_text())
+        if differ := [name for name in described if before.get(name) != described[name]]:
+            problem = f"{job.output} holds an unfinished preparation with other {differ[0]}"
+            raise UserError(f"--output: {problem}; name another folder, or delete this one")
+    elif folder.exists() and any(folder.iterdir()):
+        raise UserError(f"--output: {job.output} is not empty; name another folder")
+    else:
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(described)
-    elif file.read_text() != described:
-        problem = f"{job.output} holds an unfinished preparation with other options or files"
-        raise UserError(f"--output: {problem}; name another folder, or delete it")
+        with tempfile.TemporaryDirectory() as local:
+            (Path(local) / "job.json").write_text(json.dumps(described))
+            publish(Path(local) / "job.json", file)
+
+
+_NONE_LEFT = (
+    "no text is left for training: all is held out, or shares a text with what is held out; lower "
+    "data.held_out"
+)
 
 
 def _tokenizer(job: Job, sample: Sequence[Example], folder: Path) -> Tokenizer:
@@ -96,6 +117,8 @@ def _tokenizer(job: Job, sample: Sequence[Example], folder: Path) -> Tokenizer:
     if file := job.tokenizer or job.data.tokenizer.path:
         tokenizer = load_tokenizer(file, job.data.tokenizer.at(file))
         check_size(tokenizer, job.data, job.model.vocab_size)
+    elif not sample:
+        raise UserError(f"data: {_NONE_LEFT}")
     else:
         lines = itertools.chain.from_iterable(sample)
         tokenizer = train_on(job.data, job.model.vocab_size, lines, job.data.chosen.reserved)
@@ -113,12 +136,19 @@ def _finish(job: Job, tokenizer: Tokenizer, meta: dict, num_pieces: int) -> dict
     meta["train"] = {**total, "sha256": hashlib.sha256(digests.encode()).hexdigest()}
     shards = [result for result in results if result["take"]]
     if not shards:
-        raise UserError("data: no text is left for training; change the filters or data.held_out")
+        raise UserError(f"data: {_NONE_LEFT}")
     sequences = sum(shard["take"] for shard in shards)
     filled = sum(shard["filled"] * shard["take"] for shard in shards) / sequences
     fields = ("filename", "take", "size", "sha256")
+    (job.folder / tokenizer.name).write_bytes(tokenizer.content)
+    names = [tokenizer.name]
+    for part, text in itertools.product(("valid", "test"), range(len(job.columns))):
+        names += [f"{part}.{text}.ids.npy", f"{part}.{text}.ends.npy"]
+    names += ["valid.jsonl", "test.jsonl"]
+    digest = lambda name: hashlib.sha256((job.folder / name).read_bytes()).hexdigest()
     index = {
         "format": FORMAT,
+        "files": {name: digest(name) for name in names},
         "layout": job.data.chosen.layout(job),
         "tokenizer": to_mapping(job.data.tokenizer),
         "report": dict(sum((Counter(shard["report"]) for shard in shards), Counter())),
@@ -131,12 +161,28 @@ def _finish(job: Job, tokenizer: Tokenizer, meta: dict, num_pieces: int) -> dict
         "shards": len(shards),
         "padding": 1 - filled,
         "bytes": sum(shard["size"] for shard in shards),
+        "dropped": _dropped(job, total["examples"], meta),
     }
     (job.folder / "meta.json").write_text(json.dumps(meta, indent=1))
     (job.folder / "card.md").write_text(_card(job, tokenizer, meta, summary))
     (job.folder / INDEX).write_text(json.dumps(index, indent=1))
     (job.folder / UNFINISHED).rmtree()
     return summary
+
+
+def _dropped(job: Job, trained: int, meta: dict) -> dict[str, int]:
+    """Why examples of the raw files are not training examples -> their number."""
+    files = range(len(job.files))
+    fits = [job.scanned(file)["kept"] for file in files]
+    kept = sum(int(job.training(file).sum()) for file in files)
+    own = [part for part in ("valid", "test") if not getattr(job.data, part)]
+    held_out = sum(meta[part]["examples"] for part in own)
+    return {
+        "dropped by filters": sum(int((~x).sum()) for x in fits),
+        "repeat another": sum(int(x.sum()) for x in fits) - kept,
+        "held out": held_out,
+        "share a text with held-out ones": kept - trained - held_out,
+    }
 
 
 def _card(job: Job, tokenizer: Tokenizer, meta: dict, summary: dict) -> str:
@@ -148,6 +194,7 @@ def _card(job: Job, tokenizer: Tokenizer, meta: dict, summary: dict) -> str:
         "Source": f"{len(job.files):,} file(s): {files}",
         "License": job.license or "not stated",
         "Text": f"{summary['examples']:,} examples, {summary['tokens']:,} tokens (of the targets)",
+        "Not for training": ", ".join(f"{n:,} {why}" for why, n in summary["dropped"].items()),
         "Held out": f"{meta['valid']['examples']:,} valid, {meta['test']['examples']:,} test",
         "Sequences": f"{summary['sequences']:,} in {summary['shards']:,} shard(s); "
         f"{summary['padding']:.1%} of their tokens are padding",

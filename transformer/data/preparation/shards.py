@@ -45,10 +45,11 @@ def write(job: Job, number: int, folder: Path, pieces) -> Path:
     counts = tokenize(folder, "train", _training(job, pieces[number]), tokenizer, job.columns)
     shard = folder / f"train-{number:05d}-of-{len(pieces):05d}.arrayrecord"
     entry = {"filename": shard.name, "take": 0, "counts": counts, "report": {}}
-    if counts["examples"]:
-        store = Store(folder, tokenizer, {})
-        sequences = store.sequences("train", job)
+    store = Store(folder, tokenizer, {})
+    sequences = store.sequences("train", job) if counts["examples"] else None
+    if sequences is not None:
         entry |= {"take": len(sequences.lengths), "report": sequences.report}
+    if entry["take"]:
         writer = ArrayRecordWriter(str(shard), "group_size:1,uncompressed")
         for i in range(entry["take"]):
             writer.write(encode(sequences.parts(i), store.dtype))
