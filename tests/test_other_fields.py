@@ -34,7 +34,7 @@ from transformer.config import (
 from transformer.data.objectives import OBJECTIVES
 from transformer.data.objectives.base import Objective
 from transformer.data.pipeline import Data
-from transformer.data.store import RawText, Store, Texts
+from transformer.data.store import RawText, Texts
 from transformer.data.tokenizer import SentencePiece, train_tokenizer
 from transformer.decoding.generate import Generator
 from transformer.mapping import from_mapping
@@ -125,8 +125,6 @@ DATA = {
 
 class CharacterStore:
     """A text store with one id per character."""
-
-    is_prepared, sequences = False, Store.sequences
 
     def __init__(self, config):
         self.text = RawText(config.data, config.objective.columns)

@@ -13,7 +13,7 @@ from transformer.data.batching import Batches, JoinedBatches, MixedBatches, Stre
 from transformer.data.config import DataConfig, Task
 from transformer.data.mixture import Turns, of_temperature, phases_of, read_sources
 from transformer.data.objectives.base import Objective, Sequences
-from transformer.data.records import open_prepared
+from transformer.data.records import Prepared, Records, open_prepared
 from transformer.data.sources import Example
 from transformer.data.store import Store, joined, open_stores, with_tokenizer
 from transformer.data.tokenizer import Tokenizer, find_tokenizer
@@ -78,7 +78,7 @@ class Data:
             check_fields(sources)
         if part != "train":
             return JoinedBatches(sources) if data.mixture else sources[""]
-        is_prepared = any(store.is_prepared for store in self.stores.values())
+        is_prepared = any(isinstance(store, Prepared) for store in self.stores.values())
         if not data.mixture and not is_prepared:
             return sources[""]
         threads = 16 if is_prepared else 2  # each waits for the records of its batch
@@ -86,7 +86,10 @@ class Data:
 
     def _sequences(self, name: str, part: str) -> Sequences:
         task = _SourceTask(self.config.model, self.config.data.sources[name], self.config.seed)
-        return self.stores[name].sequences(part, task)
+        store = self.stores[name]
+        if part == "train" and isinstance(store, Prepared):
+            return Records(store, task)
+        return task.data.chosen.sequences(store, part, task)
 
     def _turns(self) -> Turns:
         data = self.config.data

@@ -40,11 +40,6 @@ class Prepared(Store):
 
     index: dict
 
-    is_prepared = True
-
-    def sequences(self, part: str, task: Task):
-        return Records(self, task) if part == "train" else super().sequences(part, task)
-
 
 class Records(OfParts):
     """The training sequences of a folder of prepared text."""

@@ -60,16 +60,10 @@ class Store:
     tokenizer: Tokenizer
     meta: dict  # per split: sha256 of the text; number of examples; bytes and words of the targets
 
-    is_prepared = False  # whether the training sequences are read by index (data/records.py)
-
     @property
     def dtype(self) -> type:
         """The type of stored ids: 2 bytes, or 4 for more than 65,536 pieces."""
         return dtype_of(self.tokenizer)
-
-    def sequences(self, part: str, task):
-        """The sequences of a split for the objective of a task."""
-        return task.data.chosen.sequences(self, part, task)
 
     def texts(self, part: str, side: int) -> Texts:
         load = lambda kind: np.load(self.folder / f"{part}.{side}.{kind}.npy", mmap_mode="r")

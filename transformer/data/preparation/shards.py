@@ -46,7 +46,7 @@ def write(job: Job, number: int, folder: Path, pieces) -> Path:
     shard = folder / f"train-{number:05d}-of-{len(pieces):05d}.arrayrecord"
     entry = {"filename": shard.name, "take": 0, "counts": counts, "report": {}}
     store = Store(folder, tokenizer, {})
-    sequences = store.sequences("train", job) if counts["examples"] else None
+    sequences = job.data.chosen.sequences(store, "train", job) if counts["examples"] else None
     if sequences is not None:
         entry |= {"take": len(sequences.lengths), "report": sequences.report}
     if entry["take"]:
