@@ -225,8 +225,7 @@ def pack(sizes: Sequence[np.ndarray], rooms: Sequence[int], num_open: int = 16) 
     full: list[tuple[list[int], list[int]]] = []  # ([room left in each side], members)
     sequences: list[tuple[list[int], list[int]]] = []  # the open ones
     for i, need in zip(order.tolist(), needs, strict=True):
-        with_room = (x for x in sequences if all(map(operator.le, need, x[0])))
-        sequence = next(with_room, None)
+        sequence = next((x for x in sequences if all(map(operator.le, need, x[0]))), None)
         if sequence is None:
             if len(sequences) == num_open:  # close the fullest
                 full.append(sequences.pop(min(range(num_open), key=lambda s: min(sequences[s][0]))))

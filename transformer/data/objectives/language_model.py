@@ -5,18 +5,11 @@ import itertools
 
 import numpy as np
 
-from transformer.data.objectives.base import (
-    Objective,
-    OfParts,
-    Part,
-    Segment,
-    given,
-    parts,
-    register,
-)
+from transformer.data.objectives import OBJECTIVES
+from transformer.data.objectives.base import Objective, OfParts, Part, Segment, given, parts
 
 
-@register("causal_lm")
+@OBJECTIVES.register("causal_lm")
 class CausalLM(Objective):
     """Predicts each token from those before it.
 
@@ -74,7 +67,7 @@ class _LMSequences(OfParts):
         return [dataclasses.replace(segment, weights=part) for segment, part in pairs]
 
 
-@register("prefix_lm")
+@OBJECTIVES.register("prefix_lm")
 class PrefixLM(Objective):
     """Predicts the rest of a text from its beginning (Raffel et al. 2020, sec. 3.2.1).
 
@@ -120,8 +113,7 @@ class _PrefixSequences(OfParts):
         self._starts, self._stops = starts[keep], stops[keep]
         sizes = self.lengths = self._stops - self._starts
         if is_pair:
-            scaled = -(-sizes * data.length // data.decoder_length)
-            self.lengths = np.maximum(sizes + 1, scaled)
+            self.lengths = np.maximum(sizes + 1, -(-sizes * data.length // data.decoder_length))
         dropped = int((~keep).sum())
         self.report = {"parts of one token were dropped": dropped} if dropped else {}
 

@@ -4,20 +4,12 @@ import dataclasses
 
 import numpy as np
 
-from transformer.data.objectives.base import (
-    Draw,
-    Objective,
-    OfParts,
-    Part,
-    Segment,
-    pack,
-    parts,
-    register,
-)
+from transformer.data.objectives import OBJECTIVES
+from transformer.data.objectives.base import Draw, Objective, OfParts, Part, Segment, pack, parts
 from transformer.errors import UserError
 
 
-@register("masked_lm")
+@OBJECTIVES.register("masked_lm")
 @dataclasses.dataclass(frozen=True)
 class MaskedLM(Objective):
     """Predicts a fraction `rate` of the tokens, drawn anew in every epoch.
