@@ -112,15 +112,13 @@ def limits(job: Job) -> dict[str, int]:
 
 def select(job: Job, number: int, folder: Path, limits: dict[str, int]) -> Path:
     """A line [part, example] for each example that is held out or in the tokenizer's sample."""
-    scanned, file = job.scanned(number), folder / "select.jsonl"
-    of_source = scanned["sides"][:, 0].tolist()
-    chosen = job.training(number) & (scanned["sides"][:, 0] <= max(limits.values()))
+    of_source, file = job.scanned(number)["sides"][:, 0], folder / "select.jsonl"
+    chosen = job.training(number) & (of_source <= max(limits.values()))
     with file.open("w", encoding="utf-8") as lines:
-        examples = zip(job.examples(number), chosen, of_source, strict=True)
-        for example, is_chosen, source in examples if chosen.any() else ():
-            if is_chosen:
-                part = next(part for part, limit in limits.items() if source <= limit)
-                lines.write(json.dumps([part, example], ensure_ascii=False) + "\n")
+        examples = zip(job.examples(number), of_source.tolist(), strict=True)
+        for example, source in itertools.compress(examples, chosen) if chosen.any() else ():
+            part = next(part for part, limit in limits.items() if source <= limit)
+            lines.write(json.dumps([part, example], ensure_ascii=False) + "\n")
     return file
 
 
@@ -136,12 +134,9 @@ def selected(job: Job) -> tuple[dict[str, list[Example]], list[Example]]:
         if getattr(job.data, part):
             found[part] = list(RawText(job.data, job.columns).read(part))
     sample, held_out = found.pop("sample"), [*found["valid"], *found["test"]]
-    hashes = [
-        {_hash(split.normalize(text)) for text in side} for side in zip(*held_out, strict=True)
-    ]
-    is_held_out = lambda example: any(
-        map(lambda x, h: _hash(split.normalize(x)) in h, example, hashes)
-    )
+    hash_of = lambda text: _hash(split.normalize(text))
+    hashes = [set(map(hash_of, side)) for side in zip(*held_out, strict=True)]
+    is_held_out = lambda example: any(map(lambda x, h: hash_of(x) in h, example, hashes))
     with tempfile.TemporaryDirectory() as folder:
         sides = {str(i): np.array(sorted(side), np.uint64) for i, side in enumerate(hashes)}
         np.savez(Path(folder) / "held_out.npz", **sides)

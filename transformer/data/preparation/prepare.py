@@ -129,9 +129,8 @@ def _tokenizer(job: Job, sample: Sequence[Example], folder: Path) -> Tokenizer:
 def _finish(job: Job, tokenizer: Tokenizer, meta: dict, num_pieces: int) -> dict:
     """Writes what describes the folder, the index last, and removes the intermediate results."""
     results = [json.loads(job.result("write", n).read_text()) for n in range(num_pieces)]
-    total: Counter = sum(
-        (Counter(result["counts"] | {"sha256": 0}) for result in results), Counter()
-    )
+    counts = [Counter(result["counts"] | {"sha256": 0}) for result in results]
+    total: Counter = sum(counts, Counter())
     digests = "".join(result["counts"]["sha256"] for result in results)
     meta["train"] = {**total, "sha256": hashlib.sha256(digests.encode()).hexdigest()}
     shards = [result for result in results if result["take"]]
