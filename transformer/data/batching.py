@@ -64,16 +64,10 @@ class Batches(Stream):
     """
 
     def __init__(
-        self,
-        sequences: Sequences,
-        *,
-        length: int,
-        decoder_length: int = 0,
-        batch_size: int,
-        buckets: Sequence[int] = (),
-        seed: int | None,
+        self, sequences: Sequences, *, length: int, decoder_length: int = 0, batch_size: int,
+        buckets: Sequence[int] = (), seed: int | None,
         share: Callable[[int], np.ndarray] = np.arange,
-    ):
+    ):  # fmt: skip
         """`share` maps a batch size to the indices of the sequences that this process builds."""
         self._sequences, self._seed, self._share = sequences, seed, share
         self.report = sequences.report

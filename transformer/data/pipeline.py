@@ -136,11 +136,9 @@ def check_special_tokens(model: ModelConfig, tokenizer: Tokenizer) -> None:
 
 def _open_stores(config: DataConfig, vocab_size: int) -> dict[str, Store]:
     """The store of each source. All sources have the tokenizer of those that are prepared."""
-    is_prepared = lambda source: source.format == "prepared"
-    prepared = {
-        k: open_prepared(v, vocab_size) for k, v in config.sources.items() if is_prepared(v)
-    }
-    others = {k: v for k, v in config.sources.items() if not is_prepared(v)}
+    others = {k: v for k, v in config.sources.items() if v.format != "prepared"}
+    names = [name for name in config.sources if name not in others]
+    prepared = {name: open_prepared(config.sources[name], vocab_size) for name in names}
     if len({store.tokenizer.sha256 for store in prepared.values()}) > 1:
         way_out = "prepare them with one: data.tokenizer.path"
         raise UserError(f"data.mixture: {', '.join(prepared)} have different tokenizers; {way_out}")

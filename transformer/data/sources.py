@@ -54,8 +54,7 @@ def examples(
     elif format == "probe":
         found = probes.parse(path).draw()
     else:
-        reader = _READERS[format]
-        found = (example for file in expand(path) for example in reader(file, fields))
+        found = (example for file in expand(path) for example in _READERS[format](file, fields))
     for example in found:
         if len(example) != len(columns):
             needs = f"but data.objective needs {', '.join(columns)}"
@@ -258,9 +257,8 @@ def _field(record: dict, field: str, where: str) -> str:
 
 
 def _jsonl(file: epath.Path, fields) -> Iterator[Example]:
-    for number, line in _lines(file):
-        if line.strip():
-            yield _record(line, fields, f"{file}:{number}")
+    lines = ((number, line) for number, line in _lines(file) if line.strip())
+    return (_record(line, fields, f"{file}:{number}") for number, line in lines)
 
 
 def _arrayrecord(file: epath.Path, fields) -> Iterator[Example]:
