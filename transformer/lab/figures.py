@@ -7,7 +7,7 @@ grayscale print. Figures fit a phone screen, and are identical as PNG, as PDF an
 import itertools
 import math
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -101,18 +101,12 @@ def scanned(verdict: Verdict) -> Drawings:
 def curves(verdict: Verdict) -> Drawings:
     """Returns the figures of the validation loss against steps, tokens, FLOPs and time. Tokens and
     FLOPs have none if they are the same multiple of the steps in all arms."""
-    axes = {
-        "steps": ("training steps", lambda arm, step, tokens, seconds: step),
-        "tokens": ("target tokens in training", lambda arm, step, tokens, seconds: tokens),
-        "flops": ("training FLOPs", lambda arm, step, tokens, seconds: step * arm.flops_per_step),
-        "time": ("training time in seconds", lambda arm, step, tokens, seconds: seconds),
-    }
-    results, style = verdict.results, styles(list(verdict.results.arms))
-    arms, pictures, same = [results.arms[arm] for arm in _lines(verdict)], {}, []
-    y_label = caption_of("validation/loss", results)
-    for name, (x_label, x_of) in axes.items():
-        lines = [line for arm in arms if (line := _curve(arm, "eval/loss", x_of))]
-        points = [point for line in lines for point in zip(line.xs, line.steps, strict=True)]
+    labels = {"steps": "training steps", "tokens": "target tokens in training"}
+    labels |= {"flops": "training FLOPs", "time": "training time in seconds"}
+    results, pictures, same = verdict.results, {}, []
+    lines = [line for name in _lines(verdict) if (line := _curve(results.arms[name]))]
+    for name, x_label in labels.items():
+        points = [point for x in lines for point in zip(x.xs[name], x.xs["steps"], strict=True)]
         rates = [x / step for x, step in points if step]
         if not any(rates):
             continue
@@ -121,7 +115,7 @@ def curves(verdict: Verdict) -> Drawings:
             continue
         caption = f"Validation loss against {x_label}: each seed (thin lines), and the mean."
         caption += _subset(verdict, "curves.csv")
-        pictures[f"loss_by_{name}"] = (caption, _curves(lines, style, x_label, y_label))
+        pictures[f"loss_by_{name}"] = (caption, _curves(lines, name, x_label, results))
     if same and "loss_by_steps" in pictures:
         caption, figure = pictures["loss_by_steps"]
         caption += f" A step is {' and '.join(same)} in every arm, so those curves are the same."
@@ -242,43 +236,43 @@ def _paired(lines: Mapping[str, Mapping[str, Values]], verdict: Verdict, x_label
 
 
 class Curve(NamedTuple):
-    """The curve of an arm: x, the steps, and the values of each run at all common steps."""
+    """The validation curve of an arm: x by kind, and the loss of each run at all common steps."""
 
     name: str
-    steps: Sequence[int]
-    xs: Sequence[float]
-    runs: Sequence[Sequence[float]]
+    xs: Mapping[str, np.ndarray]  # of steps, tokens, FLOPs and time: means over runs
+    runs: np.ndarray  # [runs, steps]
 
 
-def _curve(arm: Arm, metric: str, x_of: Callable) -> Curve | None:
-    """Returns the curve of an arm. Each x is the mean over runs, interpolated between log lines."""
-    ended = [run for run in arm.runs.values() if run.diverged is None and run.curve(metric)]
-    logged = [(dict(run.curve(metric)), np.array(run.spent())) for run in ended]
-    steps = sorted(set.intersection(*(set(ys) for ys, _ in logged))) if logged else []
-    at = lambda step, spent: (np.interp(step, spent[:, 0], spent[:, n]) for n in (1, 2))
-    x_at = lambda step: np.mean([x_of(arm, step, *at(step, spent)) for _, spent in logged])
-    runs = [[ys[step] for step in steps] for ys, _ in logged]
-    return Curve(arm.name, steps, list(map(x_at, steps)), runs) if len(steps) > 1 else None
+def _curve(arm: Arm) -> Curve | None:
+    """Returns the curve of an arm. Tokens and time are interpolated between log lines."""
+    ended = [run for run in arm.runs.values() if run.diverged is None and run.curve("eval/loss")]
+    losses = [dict(run.curve("eval/loss")) for run in ended]
+    steps = np.array(sorted(set.intersection(*map(set, losses))) if losses else [])
+    if len(steps) < 2:
+        return None
+    spent = [np.transpose(run.spent()) for run in ended]
+    tokens, seconds = np.mean([[np.interp(steps, x[0], y) for y in x[1:]] for x in spent], axis=0)
+    xs = {"steps": steps, "tokens": tokens, "flops": steps * arm.flops_per_step, "time": seconds}
+    return Curve(arm.name, xs, np.array([[ys[step] for step in steps] for ys in losses]))
 
 
-def _curves(lines: Sequence[Curve], style: Style, x_label: str, y_label: str) -> Figure:
+def _curves(lines: Sequence[Curve], kind: str, x_label: str, results: Results) -> Figure:
     """Plots runs as thin lines and means as bold ones, without the highest tenth of long curves."""
+    y_label, style = caption_of("validation/loss", results), styles(list(results.arms))
     figure, axes = new_figure(3.5, xlabel=x_label, ylabel=y_label)
-    means = {line.name: np.mean(line.runs, axis=0) for line in lines}
-    for line in lines:
-        for ys in line.runs if len(line.runs) > 1 else ():
-            axes.plot(line.xs, ys, color=style[line.name]["color"], linewidth=0.6, alpha=0.5)
-        look = {"linewidth": 1.8, "markersize": 4.5, "markevery": max(1, len(line.xs) // 8)}
-        text = f"{line.name} at {{x:,.4g}}: {{y:.4g}}"
-        axes.plot(line.xs, means[line.name], label=line.name, gid=text, **look | style[line.name])
-    ends = sorted(y for ys in means.values() for y in ys)
-    low = min(y for line in lines for ys in line.runs for y in ys)
-    longest = max(len(line.xs) for line in lines)
-    high = ends[int(0.9 * len(ends))] if longest > 10 else ends[-1]
-    inside = np.concatenate([np.array(line.xs)[means[line.name] <= high] for line in lines])
+    for name, xs, runs in lines:
+        for ys in runs if len(runs) > 1 else ():
+            axes.plot(xs[kind], ys, color=style[name]["color"], linewidth=0.6, alpha=0.5)
+        look = {"linewidth": 1.8, "markersize": 4.5, "markevery": max(1, len(xs[kind]) // 8)}
+        text = f"{name} at {{x:,.4g}}: {{y:.4g}}"
+        axes.plot(xs[kind], runs.mean(0), label=name, gid=text, **look | style[name])
+    ends = sorted(np.concatenate([line.runs.mean(0) for line in lines]))
+    low = min(line.runs.min() for line in lines)
+    is_long = max(line.runs.shape[1] for line in lines) > 10
+    high = ends[int(0.9 * len(ends))] if is_long else ends[-1]
+    inside = np.concatenate([line.xs[kind][line.runs.mean(0) <= high] for line in lines])
     axes.set_ylim(low - 0.05 * (high - low), high + 0.1 * (high - low))
     axes.set_xlim(min(inside), max(inside))
-    axes.margins(x=0.02)
     add_legend(figure, axes)
     if max(inside) >= 1000:
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
