@@ -28,7 +28,7 @@ from transformer.evaluation.subject import (
     token_losses,
 )
 from transformer.lab.figures import new_figure, styles
-from transformer.lab.page import STYLE, document, figure_html
+from transformer.lab.page import STYLE, document, figure_html, table_of_cells
 from transformer.model.layout import flatten, part, split_layer_path, where
 from transformer.output import count
 from transformer.runs.evaluate import LoadedRun
@@ -180,24 +180,22 @@ def _sizes(subject: Subject, sizes: dict) -> dict[str, dict[str, list[float]]]:
     for name, (path, index) in sorted(places.items(), key=lambda item: split_layer_path(item[0])):
         side, layer, rest = split_layer_path(name)
         values = {key: float(np.asarray(part(x, index))) for key, x in flat[path][0].items()}
-        empty = {"layer": [], "stream": [], "branch": []}
-        sublayer = by_sublayer.setdefault(f"{side} {sublayer_of(rest)}", empty)
-        sublayer["layer"].append(layer)
-        sublayer["stream"].append(values["stream"])
-        sublayer["branch"].append(values["branch"] / values["kept"] if values["kept"] else 1.0)
+        share = values["branch"] / values["kept"] if values["kept"] else 1.0
+        sublayer = by_sublayer.setdefault(f"{side} {sublayer_of(rest)}", {})
+        for key, x in {"layer": layer, "stream": values["stream"], "branch": share}.items():
+            sublayer.setdefault(key, []).append(x)
     return by_sublayer
 
 
 def page(view: View, title: str, about: Sequence[str]) -> str:
     """Returns the page as one self-contained HTML file."""
     escape = html.escape
-    output = f"<p><b>model output</b> {escape(view.answer)}</p>"
     cut = f"Cut off: {count(view.cut, 'token')} beyond the maximum length."
     parts = [
         f"<h1>{escape(title)}</h1>",
         f"<p class=about>{escape(' '.join(about))}</p>",
         f"<p><b>text</b> {escape(view.text)}</p>",
-        *([output] if view.answer else ()),
+        *([f"<p><b>model output</b> {escape(view.answer)}</p>"] if view.answer else ()),
         *([f"<p class=note>{cut}</p>"] if view.cut else ()),
         "<h2>Loss of each token</h2>",
         f"<div class=tokens>{_tokens(view)}</div>",
@@ -255,12 +253,9 @@ def _lens(view: View) -> str:
             text = f"<b>{_shown(piece)}</b>" if piece == view.targets[position] else _shown(piece)
             cells.append(f"<td class=cell style='{_blue(p)}' title='{_likely(top)}'>{text}</td>")
         loss = f"<span class=note>{view.lens_L[layer]:.2f} nats</span>"
-        rows.append(f"<tr><td>layer {layer} {loss}</td>{''.join(cells)}</tr>")
+        rows.append(f"<td>layer {layer} {loss}</td>{''.join(cells)}")
     targets = "".join(f"<td class=cell>{_shown(piece)}</td>" for piece in view.targets)
-    return (
-        f"<div class=wide><table><thead><tr><th>input</th>{head}</tr></thead><tbody>{''.join(rows)}"
-        f"<tr><td>target</td>{targets}</tr></tbody></table></div>"
-    )
+    return table_of_cells(f"<th>input</th>{head}", [*rows, f"<td>target</td>{targets}"])
 
 
 def _map(attention: Map) -> str:
@@ -286,15 +281,13 @@ def _numbers(attention: Map) -> list[str]:
         values_LxN = attention.numbers[statistic]
         low, high = float(values_LxN.min()), float(values_LxN.max())
         head = "".join(f"<th>head {n}</th>" for n in range(values_LxN.shape[1]))
-        rows, shares_LxN = "", (values_LxN - low) / max(high - low, 1e-9) * 0.9
+        rows, shares_LxN = [], (values_LxN - low) / max(high - low, 1e-9) * 0.9
         for layer, row, shares in zip(attention.layers, values_LxN, shares_LxN, strict=True):
             cells = [(f"{x:.2f}", _blue(share)) for x, share in zip(row, shares, strict=True)]
             cells = "".join(f"<td class=cell style='{look}'>{x}</td>" for x, look in cells)
-            rows += f"<tr><td>layer {layer}</td>{cells}</tr>"
-        parts.append(
-            f"<div><p class=about>{label.capitalize()}</p><div class=wide><table>"
-            f"<thead><tr><th></th>{head}</tr></thead><tbody>{rows}</tbody></table></div></div>"
-        )
+            rows.append(f"<td>layer {layer}</td>{cells}")
+        table = table_of_cells(f"<th></th>{head}", rows)
+        parts.append(f"<div><p class=about>{label.capitalize()}</p>{table}</div>")
     return parts
 
 

@@ -4,7 +4,7 @@ import base64
 import dataclasses
 import html
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from matplotlib.figure import Figure
@@ -30,10 +30,10 @@ class Section:
     def __bool__(self) -> bool:
         return any((self.lines, self.figures, self.tables, self.code))
 
-    def html(self, number: int) -> str:
-        """Returns HTML. The first figure has this number."""
+    def html(self, counter: Iterator[int]) -> str:
+        """Returns HTML. The counter numbers the figures."""
         escape, pictures = html.escape, []
-        for n, (name, (caption, drawn)) in enumerate(self.figures.items(), number):
+        for (name, (caption, drawn)), n in zip(self.figures.items(), counter, strict=False):
             files = [(kind, f"figures/{name}.{kind.lower()}") for kind in ("PNG", "PDF")]
             links = " ".join(f'<a href="{escape(file)}">{kind}</a>' for kind, file in files)
             table = table_html(self.numbers[name]) if name in self.numbers else ""
@@ -50,11 +50,11 @@ class Section:
         title = f"<h2>{escape(self.title)}</h2>" * bool(self.title)
         return f"<section>{title}{body}</section>"
 
-    def markdown(self, number: int) -> list[str]:
+    def markdown(self, counter: Iterator[int]) -> list[str]:
         """Returns the lines of the section as Markdown."""
         title = [f"## {self.title}", ""] if self.title else []
         lines = [*title, *(f"- {line}" for line in self.lines), ""]
-        for n, (name, (caption, _)) in enumerate(self.figures.items(), number):
+        for (name, (caption, _)), n in zip(self.figures.items(), counter, strict=False):
             lines += [f"![Figure {n}](figures/{name}.png)", "", f"Figure {n}. {caption}", ""]
             lines += [*_rows(self.numbers[name]), ""] if name in self.numbers else []
         lines += [line for table in self.tables for line in (*_rows(table), "")]
@@ -111,6 +111,11 @@ def table_html(table: Table) -> str:
     cells = lambda row, tag: "".join(
         f"<{tag}{' class=text' * is_text[n]}>{escape(x)}</{tag}>" for n, x in enumerate(row)
     )
-    body = "".join(f"<tr>{cells(row, 'td')}</tr>" for row in rows)
-    parts = f"<thead><tr>{cells(head, 'th')}</tr></thead><tbody>{body}</tbody>"
+    return table_of_cells(cells(head, "th"), [cells(row, "td") for row in rows])
+
+
+def table_of_cells(head: str, rows: Sequence[str]) -> str:
+    """Returns a table as HTML, from the HTML of the cells of its head and of each row."""
+    body = "".join(f"<tr>{row}</tr>" for row in rows)
+    parts = f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody>"
     return f"<div class=wide><table>{parts}</table></div>"

@@ -100,21 +100,17 @@ def write(verdict: Verdict, folder: Path, more: Sequence[Section] = ()) -> Path:
     links = f"<p class=note>Files: {links} <a href=report.md>report.md</a></p>"
     title, answer = verdict.results.title, html.escape(verdict.sentences[0])
     top = [f"<h1>{html.escape(title)}</h1>", f"<p class=verdict>{answer}</p>"]
-    rest = [part.html(n) for part, n in _numbered(parts)]
+    counter = itertools.count(1)
+    rest = [part.html(counter) for part in parts]
     write_atomic(folder / "index.html", page.document(title, page.STYLE, [*top, *rest, links]))
     return folder / "index.html"
 
 
-def _numbered(parts: Sequence[Section]) -> list[tuple[Section, int]]:
-    """Returns each section with the number of its first figure."""
-    counts = itertools.accumulate((len(part.figures) for part in parts), initial=1)
-    return list(zip(parts, counts, strict=False))
-
-
 def markdown(verdict: Verdict, parts: Sequence[Section]) -> str:
     """Returns the report as Markdown, for the appendix of a paper."""
+    counter = itertools.count(1)
     lines = [f"# {verdict.results.title}", "", f"**{verdict.sentences[0]}**", ""]
-    return "\n".join([*lines, *(x for part, n in _numbered(parts) for x in part.markdown(n))])
+    return "\n".join([*lines, *(line for part in parts for line in part.markdown(counter))])
 
 
 def about(results: Results) -> list[str]:
@@ -187,7 +183,6 @@ def provenance(results: Results) -> list[tuple[str, str]]:
     packages = joined({f"{name} {version}" for items in versions for name, version in items})
     devices = [run.manifest.get("devices") or [] for run in runs]
     examples, digest = (runs[0].data("test", key) or "?" for key in ("examples", "sha256"))
-    tokenizers = {str(run.data("tokenizer_sha256") or "?")[:16] for run in runs}
     return [
         ("", ""),
         *pairs,
@@ -195,7 +190,7 @@ def provenance(results: Results) -> list[tuple[str, str]]:
         ("versions", f"Python {', '.join(recorded('python'))}; {packages}"),
         ("devices", joined({f"{len(names)} x {[*names, '?'][0]}" for names in devices})),
         ("tested on", f"{examples} examples, sha256 {str(digest)[:16]}"),
-        ("tokenizer", joined(tokenizers)),
+        ("tokenizer", joined({str(run.data("tokenizer_sha256") or "?")[:16] for run in runs})),
     ]
 
 
