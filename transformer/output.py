@@ -31,10 +31,9 @@ def redirect_to_devnull(stream) -> None:
 
 def flush() -> None:
     """Flushes standard output and standard error. Ignores all errors, such as a closed reader."""
-    for stream in (sys.stdout, sys.stderr):
+    for stream in filter(None, (sys.stdout, sys.stderr)):
         with contextlib.suppress(OSError, ValueError):
-            if stream is not None:
-                _Lasting(stream).flush()
+            _Lasting(stream).flush()
 
 
 class _Lasting:
@@ -44,21 +43,18 @@ class _Lasting:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        with self._ends_quietly():
-            self._stream.write(text)
+        self._try(self._stream.write, text)
         return len(text)
 
     def flush(self) -> None:
-        with self._ends_quietly():
-            self._stream.flush()
+        self._try(self._stream.flush)
 
     def __getattr__(self, name: str):
         return getattr(self._stream, name)
 
-    @contextlib.contextmanager
-    def _ends_quietly(self) -> Iterator[None]:
+    def _try(self, method: Callable, *args) -> None:
         try:
-            yield
+            method(*args)
         except BrokenPipeError:
             redirect_to_devnull(self._stream)
 

@@ -18,6 +18,7 @@ from transformer.errors import UserError, nearest
 from transformer.units import higher_is_better
 
 Changes = Mapping[str, object]  # dotted field of an experiment -> its value
+RESERVED = ("claims", "logs", "report", "tuning", "tuned")  # folders in a sweep's, without an arm
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,9 +151,6 @@ def tuned(field: str, low: float, high: float, points: int = 5, more: int = 2) -
     arms try equally many values. They are rounded to two digits, and to integers if `low` is one.
     Example: tuned("optimizer.learning_rate", 1e-3, 3e-2)."""
     return Tuned(field, low, high, points, more)
-
-
-RESERVED = ("claims", "logs", "report", "tuning", "tuned")  # folders in a sweep's, without an arm
 
 
 @dataclasses.dataclass(frozen=True)
