@@ -59,9 +59,8 @@ def _grow(
 
     score = real_logp / length_penalty(beams.step + 1, alpha)
     score = jnp.where(ends & (real_logp > NEVER / 2), score, NEVER)
-    all_scores = jnp.concatenate([beams.ended_score_BxK, score], 1)
+    ended_score, best = jax.lax.top_k(jnp.concatenate([beams.ended_score_BxK, score], 1), k)
     all_text = jnp.concatenate([beams.ended_BxKxL, text], 1)
-    ended_score, best = jax.lax.top_k(all_scores, k)
     ended = jnp.take_along_axis(all_text, best[..., None], axis=1)
 
     live_logp, best = jax.lax.top_k(jnp.where(ends, NEVER, real_logp), k)

@@ -88,8 +88,7 @@ def by_token(
 
     batches = subject.data.batches(subject.part, subject.share.sequences)
     run = subject.program("losses", losses)
-    limits = (max_batches, subject.max_batches, len(batches))
-    count = min((limit for limit in limits if limit), default=0)
+    count = min(filter(None, (max_batches, subject.max_batches, len(batches))), default=0)
     for batch in batches.stream(0, count):
         result = run(snapshot.params, subject.share.place(batch))
         yield tuple(map(np.asarray, jax.device_get(result)))

@@ -26,6 +26,9 @@ from transformer.training.step import run_model
 Metrics = Iterator[tuple[str, float | str]]
 """Names and values of metrics. A string is a text for people, such as a sample of the output."""
 
+SELF_ATTENTION_ONLY = ("distance", "previous")
+"""Attention statistics that compare positions, which has no meaning in cross-attention."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Snapshot:
@@ -108,10 +111,6 @@ def as_documents(subject: Subject, batch: Mapping, inputs: np.ndarray) -> dict[s
     changed = {"inputs": inputs.astype(np.int32), "segments": np.ones_like(positions)}
     here, batch = subject.share.sequences(len(inputs)), {**batch, **changed, "positions": positions}
     return subject.share.place({name: x[here] for name, x in batch.items() if name != "prefix"})
-
-
-SELF_ATTENTION_ONLY = ("distance", "previous")
-"""Attention statistics that compare positions, which has no meaning in cross-attention."""
 
 
 def streams(subject: Subject, params, recorded: dict) -> Iterator[tuple[jax.Array, Callable]]:

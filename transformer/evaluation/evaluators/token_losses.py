@@ -36,10 +36,6 @@ class Extrapolation(Evaluator):
         if self.times == 1 and not self.sliding:
             raise self.error("sliding: False has no effect with times=1; leave it out")
 
-    @property
-    def multiples(self) -> tuple[int, ...]:
-        return tuple(2**n for n in range(self.times.bit_length()))
-
     def why_not(self, task):
         if task.model.family != "decoder" or not task.objective.scores_every_token:
             return "requires a decoder that predicts every token (causal_lm)"
@@ -62,7 +58,7 @@ class Extrapolation(Evaluator):
         - extrapolation_sliding: nats per token of the last training length of sequences that start
           one training length apart. The first tokens of the text have less context."""
         config, length = subject.config, subject.config.data.length
-        for times in self.multiples:
+        for times in (2**n for n in range(self.times.bit_length())):
             longer = length * times
             if (model := losses.reading(config.model, longer)) is None:
                 break  # the model has a parameter per position, up to max_length
