@@ -13,6 +13,7 @@ from transformer.checks import LARGEST
 from transformer.errors import UserError
 from transformer.model.config_checks import MAX_LAYERS
 
+_MISSING = object()
 HARMLESS = frozenset(
     """_attn_implementation _attn_implementation_autoset _commit_hash _name_or_path architectures
     attn_implementation auto_map bad_words_ids begin_suppress_tokens bos_token_id
@@ -104,9 +105,6 @@ def changed(table: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, F
     ours = {name: field(x).ours for name, x in table.items()}
     paired = lambda name, x: dataclasses.replace(x, ours=x.ours or ours.get(name, ""))
     return {name: paired(name, field(x)) for name, x in (table | changes).items()}
-
-
-_MISSING = object()
 
 
 def shown(value: Any) -> str:

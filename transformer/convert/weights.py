@@ -49,8 +49,7 @@ def by_expert(shapes: Mapping[str, Shape], parts: Iterable[str]) -> dict[str, Sh
 
 def same(theirs: str, ours: str) -> Weight:
     """A tensor that holds one parameter unchanged."""
-    first = lambda items: items[0]
-    return Weight(theirs, (ours,), first, lambda x, shapes: [x], first)
+    return _joined(theirs, (ours,), lambda shape: shape)
 
 
 def vector(theirs: str, *ours: str) -> Weight:

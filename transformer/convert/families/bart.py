@@ -13,6 +13,7 @@ from transformer.convert.fields import Fields, changed, count, field, optional
 from transformer.convert.weights import Copy, Shape, attention, linear, norm, row, same
 from transformer.model.config import ModelConfig
 
+_TOKENS = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2}
 _FIELDS = {
     "vocab_size": field(50265, "vocab_size"), "d_model": field(1024, "d_model"),
     "encoder_layers": field(12, "num_encoder_layers"),
@@ -35,9 +36,6 @@ def _sinusoids(shape: Shape) -> np.ndarray | None:
     length, d = shape
     angles = np.arange(length)[:, None] / 10_000.0 ** (2 * np.arange((d + 1) // 2) / d)
     return np.concatenate([np.sin(angles), np.cos(angles)], axis=1)[:, :d]
-
-
-_TOKENS = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2}
 
 
 class _Kind(NamedTuple):

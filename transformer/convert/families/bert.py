@@ -14,6 +14,8 @@ from transformer.convert.weights import Copy, attention, linear, norm, same
 from transformer.errors import UserError
 from transformer.model.config import ModelConfig
 
+_TABLE = "bert.embeddings.word_embeddings"
+_ATTENTION = ("self.query", "self.key", "self.value", "output.dense")
 _FIELDS = {
     "vocab_size": field(30522, "vocab_size"), "hidden_size": field(768, "d_model"),
     "intermediate_size": field(3072, "d_ff"), "num_attention_heads": field(12, "num_heads"),
@@ -49,7 +51,6 @@ class _Kind(NamedTuple):
         return changed({self.named.get(name, name): x for name, x in own.items()}, self.changes)
 
     def tensor(self, name: str) -> str:
-        """Returns this type's name of a tensor."""
         return functools.reduce(lambda name, pair: name.replace(*pair), self.tensors.items(), name)
 
 
@@ -142,10 +143,6 @@ def _architecture(kind: _Kind, c: ModelConfig) -> str:
     if c.num_labels and not _next_sentence(kind, c):
         return "ForSequenceClassification" if c.pooler else "ForTokenClassification"
     return "ForPreTraining" if c.num_labels else "ForMaskedLM" if c.lm_head else "Model"
-
-
-_TABLE = "bert.embeddings.word_embeddings"
-_ATTENTION = ("self.query", "self.key", "self.value", "output.dense")
 
 
 def _weights(kind: _Kind, c: ModelConfig):

@@ -87,16 +87,10 @@ def _read_gemma3(f: Fields) -> dict:
 
 
 FAMILIES = [
-    _variant(
-        "gemma", "GemmaForCausalLM", _GEMMA_1, _read_gemma,
-        lambda c: write_rotary(c) | {"hidden_act": _ACTIVATIONS_BACK[c.activation]},
-    ),
-    _variant(
-        "gemma2", "Gemma2ForCausalLM", _GEMMA_2, _read_gemma2,
-        lambda c: write_rotary(c) | _write_peri(c) | llama.write_windows(c), _PERI,
-    ),
-    _variant(
-        "gemma3_text", "Gemma3ForCausalLM", _GEMMA_3, _read_gemma3,
-        lambda c: _write_peri(c) | llama.write_local_and_global(c), _PERI,
-    ),
+    _variant("gemma", "GemmaForCausalLM", _GEMMA_1, _read_gemma,
+             lambda c: write_rotary(c) | {"hidden_act": _ACTIVATIONS_BACK[c.activation]}),
+    _variant("gemma2", "Gemma2ForCausalLM", _GEMMA_2, _read_gemma2,
+             lambda c: write_rotary(c) | _write_peri(c) | llama.write_windows(c), _PERI),
+    _variant("gemma3_text", "Gemma3ForCausalLM", _GEMMA_3, _read_gemma3,
+             lambda c: _write_peri(c) | llama.write_local_and_global(c), _PERI),
 ]  # fmt: skip

@@ -123,13 +123,12 @@ def windows(f: Fields, is_local: list[bool]) -> list[int]:
 
 def write_windows(c: ModelConfig, has_switch: bool = False) -> dict:
     """Returns `layer_types`, `sliding_window` and, with `has_switch`, `use_sliding_window`."""
-    layers = c.layers("decoder")
-    size = max(layer.window for layer in layers)
-    kinds = ["sliding_attention" if layer.window else "full_attention" for layer in layers]
+    sizes = [layer.window for layer in c.layers("decoder")]
+    kinds = ["sliding_attention" if size else "full_attention" for size in sizes]
+    fields, size = {"layer_types": kinds}, max(sizes)
     if has_switch:
-        switch = {"use_sliding_window": size > 0, "sliding_window": size or None}
-        return {"layer_types": kinds} | switch
-    return {"layer_types": kinds, "sliding_window": size or 4096}
+        return fields | {"use_sliding_window": size > 0, "sliding_window": size or None}
+    return fields | {"sliding_window": size or 4096}
 
 
 def local_and_global(f: Fields, thetas: Mapping[str, float], is_local: list[bool]) -> dict:
@@ -223,14 +222,10 @@ FAMILIES = [
         "max_position_embeddings": 131072, "sliding_window": optional(int, 4096, "window"),
         "attention_dropout": 0.0,
     }, special_tokens=_LLAMA_TOKENS),
-    variant(
-        "qwen2", "Qwen2ForCausalLM", _QWEN,
-        lambda f: _read_qwen(f) | {"qkv_bias": True}, _write_qwen,
-    ),
-    variant(
-        "qwen3", "Qwen3ForCausalLM", {**_QWEN, **ATTENTION_BIAS, "head_dim": 128},
-        lambda f: _read_qwen(f) | {"qk_norm": True}, _write_qwen,
-    ),
+    variant("qwen2", "Qwen2ForCausalLM", _QWEN,
+            lambda f: _read_qwen(f) | {"qkv_bias": True}, _write_qwen),
+    variant("qwen3", "Qwen3ForCausalLM", {**_QWEN, **ATTENTION_BIAS, "head_dim": 128},
+            lambda f: _read_qwen(f) | {"qk_norm": True}, _write_qwen),
     variant("smollm3", "SmolLM3ForCausalLM", {
         **BIASES, **LAYER_TYPES, "vocab_size": 128256, "hidden_size": 2048,
         "num_hidden_layers": 36, "num_attention_heads": 16,

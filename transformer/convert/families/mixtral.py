@@ -15,12 +15,9 @@ _ROUTER = {"router_aux_loss_coef": Field(0.001, float), "num_experts_per_tok": 2
 
 def _experts(f: Fields, count: str, normalize: bool = True) -> dict:
     f.ignore("output_router_logits", "router_jitter_noise")  # of training
-    return {
-        "feed_forward": {
-            "name": "experts", "num_experts": f.get(count), "top_k": f.get("num_experts_per_tok"),
-            "normalize": normalize, "load_balance": f.get("router_aux_loss_coef"),
-        }
-    }  # fmt: skip
+    counts = {"num_experts": f.get(count), "top_k": f.get("num_experts_per_tok")}
+    options = {"normalize": normalize, "load_balance": f.get("router_aux_loss_coef")}
+    return {"feed_forward": {"name": "experts"} | counts | options}
 
 
 def _write_experts(c: ModelConfig, count: str) -> dict:
@@ -28,11 +25,8 @@ def _write_experts(c: ModelConfig, count: str) -> dict:
     if not isinstance(kind, Mixture):
         problem = "cannot be expressed by a family of expert mixtures"
         raise UserError(f"model.feed_forward: {kind.name!r} {problem}")
-    return {
-        count: kind.num_experts,
-        "num_experts_per_tok": kind.top_k,
-        "router_aux_loss_coef": kind.load_balance,
-    }
+    counts = {count: kind.num_experts, "num_experts_per_tok": kind.top_k}
+    return counts | {"router_aux_loss_coef": kind.load_balance}
 
 
 def _weights(block: str, names: dict[str, str], theirs: str, ours: str, c: ModelConfig):
