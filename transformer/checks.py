@@ -2,12 +2,13 @@
 
 `@strict(section, effects)` turns a dataclass into a config. Other functions check single fields."""
 
+import contextlib
 import dataclasses
 import functools
 import math
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -16,15 +17,13 @@ from flax.core import FrozenDict
 from transformer.errors import UserError, look_up, nearest
 
 Choice = str | FrozenDict  # a name, or a mapping with `name` and the options of the named class
+LARGEST = 2**31 - 1  # the largest integer in a config: the maximum of int32
 
 
 def one_of(field: str, value, names) -> None:
     """Raises UserError unless `value` is one of `names`."""
     if value not in names:
         raise UserError(f"{field}: unknown value {plain(value)!r}; {nearest(str(value), names)}")
-
-
-LARGEST = 2**31 - 1  # the largest integer in a config: the maximum of int32
 
 
 def at_least(section: str, config, minimum, *fields: str) -> None:
@@ -213,11 +212,9 @@ def _frozen(value):
 
 
 def _type_name(option) -> str:
-    if option is type(None):
-        return "None"
     origin = typing.get_origin(option) or option
     names = {FrozenDict: "a mapping, {'name': ...}", tuple: "a list, (..., ...)"}
-    names |= {str: "text", float: "a number"}
+    names |= {str: "text", float: "a number", type(None): "None"}
     return names.get(origin, getattr(option, "__name__", str(option)))
 
 
@@ -249,6 +246,15 @@ def build_choice(field: str, table: dict[str, type], spec: str | Mapping, is_opt
             raise UserError(f"{path}: {value} is not a finite number")
         in_float32(path, settings[key])
     return cls(**settings)
+
+
+@contextlib.contextmanager
+def from_extra(name: str, what: str) -> Iterator[None]:
+    """Turns a failed import of a package of the extra `name` into a UserError: `what` needs it."""
+    try:
+        yield
+    except ImportError:
+        raise UserError(f"{what} the extra [{name}]: pip install -e '.[{name}]'") from None
 
 
 def is_zero(number) -> bool:

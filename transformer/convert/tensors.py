@@ -8,6 +8,7 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 import numpy as np
 
 from transformer import output
+from transformer.checks import from_extra
 from transformer.convert.family import Family
 from transformer.convert.fields import printable, shown
 from transformer.convert.weights import Shape, Weight
@@ -98,11 +99,8 @@ def _is_inside(file: str) -> bool:
 
 def require_safetensors() -> None:
     """Raises UserError unless safetensors is installed."""
-    try:
+    with from_extra("hf", "Hugging Face directories need"):
         import safetensors  # noqa: F401
-    except ImportError:
-        way_out = "the extra [hf]: pip install -e '.[hf]'"
-        raise UserError(f"Hugging Face directories need {way_out}") from None
 
 
 def _open(file: Path):

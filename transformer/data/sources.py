@@ -5,8 +5,7 @@ An example is a tuple of strings: (text,) or (source, target). Paths are local o
 Every error names the file and the line.
 
 Text is UTF-8, with or without a byte order mark. Lines end in LF or CRLF. In every format, examples
-with a blank text are skipped.
-"""
+with a blank text are skipped."""
 
 import collections
 import contextlib
@@ -23,10 +22,13 @@ from pathlib import Path
 
 from etils import epath
 
+from transformer.checks import from_extra
 from transformer.data import probes
 from transformer.errors import UserError, from_os_error
 
 Example = tuple[str, ...]
+
+_SIGNATURES = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16", b"\x1f\x8b": "gzip (name it .gz)"}
 
 
 def read(
@@ -132,17 +134,11 @@ def _lines(file: epath.Path) -> Iterator[tuple[int, str]]:
                 stream = opened.enter_context(_zstd(stream, file))
             for number, line in enumerate(stream, 1):
                 yield number, _decode(line, f"{name}:{number}", first=number == 1)
-        except (EOFError, zlib.error, gzip.BadGzipFile) as e:
-            problem = f"damaged or cut off after line {number}"
-            raise UserError(f"{file}: {problem} ({e}); fetch it again") from None
-        except OSError as e:
-            if e.errno is None:  # of pyarrow
-                problem = f"damaged or cut off after line {number} ({e})"
-                raise UserError(f"{file}: {problem}; fetch it again") from None
-            raise from_os_error(e, f"{file}: cannot be read ({e.strerror or e})") from None
-
-
-_SIGNATURES = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16", b"\x1f\x8b": "gzip (name it .gz)"}
+        except (EOFError, zlib.error, OSError) as e:
+            if isinstance(e, OSError) and e.errno is not None:  # not of gzip or pyarrow
+                raise from_os_error(e, f"{file}: cannot be read ({e.strerror or e})") from None
+            problem = f"damaged or cut off after line {number} ({e})"
+            raise UserError(f"{file}: {problem}; fetch it again") from None
 
 
 def _decode(line: bytes, where: str, first: bool) -> str:
@@ -196,7 +192,6 @@ def _pairs(path: str) -> list[tuple[epath.Path, epath.Path]]:
 
 
 def _paired(path: str) -> Iterator[Example]:
-    """Pairs the lines of the files."""
     for source, target in _pairs(path):
         for a, b in itertools.zip_longest(_lines(source), _lines(target)):
             if a is None or b is None:
@@ -281,10 +276,8 @@ def _arrayrecord(file: epath.Path, fields) -> Iterator[Example]:
 
 
 def _parquet(file: epath.Path, fields) -> Iterator[Example]:
-    try:
+    with from_extra("prepare", f"{file}: needs pyarrow, which comes with"):
         from pyarrow import ArrowInvalid, parquet
-    except ImportError:
-        raise UserError(f"{file}: {_NEEDS_PYARROW}") from None
     number = 0
     try:
         with file.open("rb") as stream:
@@ -297,15 +290,10 @@ def _parquet(file: epath.Path, fields) -> Iterator[Example]:
         raise UserError(f"{file}: {problem} row {number or 1} ({e})") from None
 
 
-_NEEDS_PYARROW = "needs pyarrow, which comes with the extra [prepare]: pip install -e '.[prepare]'"
-
-
 def _zstd(stream, file: epath.Path):
     """Decompresses a stream. Unlike the package zstandard, pyarrow reports one that is cut off."""
-    try:
+    with from_extra("prepare", f"{file}: needs pyarrow, which comes with"):
         import pyarrow
-    except ImportError:
-        raise UserError(f"{file}: {_NEEDS_PYARROW}") from None
     return io.BufferedReader(pyarrow.CompressedInputStream(stream, "zstd"))
 
 
@@ -316,11 +304,8 @@ _READERS = {
 
 def _huggingface(path: str, fields) -> Iterator[Example]:
     """Reads `organization/name[/subset]:split`, or a folder written by `save_to_disk`."""
-    try:
+    with from_extra("hf", "data.format: 'huggingface' needs"):
         import datasets
-    except ImportError:
-        way_out = "the extra [hf]: pip install -e '.[hf]'"
-        raise UserError(f"data.format: 'huggingface' needs {way_out}") from None
     name, _, split = path.partition(":")
     if epath.Path(name).exists():
         dataset = datasets.load_from_disk(name)

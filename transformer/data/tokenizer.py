@@ -4,6 +4,7 @@ import base64
 import functools
 import hashlib
 import io
+import itertools
 import json
 import os
 import random
@@ -14,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import sentencepiece
 
+from transformer.checks import from_extra
 from transformer.data.config import TokenizerConfig
 from transformer.data.sources import as_path
 from transformer.errors import UserError
@@ -176,10 +178,8 @@ class Fast(Tokenizer):
 
     def __init__(self, content: bytes, config: TokenizerConfig = DEFAULTS, name: str = "tokenizer"):
         file = f"data.tokenizer.path: {name}"
-        try:
+        with from_extra("hf", f"{file} needs"):
             import tokenizers
-        except ImportError:
-            raise UserError(f"{file} needs the extra [hf]: pip install -e '.[hf]'") from None
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
         except Exception as e:  # the library raises no narrower class
@@ -269,10 +269,8 @@ class TokenizerPair(Tokenizer):
     def encode(self, texts):
         out = []
         for text in as_list(texts):
-            language = re.match(r">>[^<>]+<<", text)
-            prefix = [language[0]] if language else []
-            remainder = text[len("".join(prefix)) :]
-            out.append(self._ids(prefix + self._models[0].encode(remainder, out_type=str)))
+            *language, remainder = re.split(r"^(>>[^<>]+<<)", text)  # "", ">>fra<<", the rest
+            out.append(self._ids(language[1:] + self._models[0].encode(remainder, out_type=str)))
         return out
 
     def encode_targets(self, texts):
@@ -359,12 +357,10 @@ def train_tokenizer(
 
 def _sample(texts: Iterable[str], max_lines: int) -> list[str]:
     """All lines, or a reservoir sample of `max_lines` of them."""
-    sample: list[str] = []
     draw = random.Random(0)
     lines = (line for text in texts for line in text.split("\n") if line.strip())
-    for count, line in enumerate(lines):
-        if count < max_lines:
-            sample.append(line)
-        elif (index := draw.randrange(count + 1)) < max_lines:
+    sample = list(itertools.islice(lines, max_lines))
+    for count, line in enumerate(lines, max_lines + 1):
+        if (index := draw.randrange(count)) < max_lines:
             sample[index] = line
     return sample

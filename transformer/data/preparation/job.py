@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 from etils import epath
 
+from transformer.checks import from_extra
 from transformer.data import sources
 from transformer.data.config import DataConfig
 from transformer.data.sources import Example
@@ -71,10 +72,9 @@ class Job:
         """bool: which examples of a raw file pass the filters and repeat no earlier one."""
         kept = self.scanned(file)["kept"]
         for result in (self.folder / UNFINISHED).iterdir():
-            if not result.name.startswith("duplicates-") or result.suffix == ".tmp":
-                continue
-            with result.open("rb") as stream:
-                kept[np.load(stream).get(str(file), np.zeros(0, int))] = False
+            if result.name.startswith("duplicates-") and result.suffix != ".tmp":
+                with result.open("rb") as stream:
+                    kept[np.load(stream).get(str(file), np.zeros(0, int))] = False
         return kept
 
 
@@ -83,13 +83,9 @@ def distribute(
 ) -> None:
     """Runs `task(job, number, folder, **options)`, which writes a result into the local folder and
     returns its file, for each number without a result."""
-    try:
-        with _without_stderr():
-            import apache_beam as beam
-            from apache_beam.options.pipeline_options import PipelineOptions
-    except ImportError:
-        way_out = "the extra [prepare]: pip install -e '.[prepare]'"
-        raise UserError(f"data prepare needs Apache Beam, {way_out}") from None
+    with from_extra("prepare", "data prepare needs Apache Beam,"), _without_stderr():
+        import apache_beam as beam
+        from apache_beam.options.pipeline_options import PipelineOptions
     missing = [number for number in numbers if not job.result(stage, number).exists()]
     workers = min(len(missing), os.cpu_count() or 1)
     local = "--runner=BundleBasedDirectRunner"
