@@ -39,8 +39,7 @@ class HarnessLM(TemplateLM):
       batch_size: sequences in a batch; by default, `decoding.batch_size`.
       add_bos_token: whether a text begins with bos. By default, it does unless the run was
         converted and its tokenizer.json adds none, such as GPT-2's.
-      max_gen_toks: tokens to generate where a task does not say.
-    """
+      max_gen_toks: tokens to generate where a task does not say."""
 
     def __init__(
         self, run: LoadedRun | str | os.PathLike, batch_size: int | None = None,

@@ -8,8 +8,7 @@ The fields of a batch have shape [B, length]; those of the decoder in an encoder
     source, source_segments, source_positions: input of the encoder in an encoder-decoder.
     prefix: 1 where an input belongs to a prefix. Present if the objective provides it.
     token_types: the type of each input. Present if the objective provides it.
-    labels, label_weights: the class of each sequence, [B], or of each input.
-"""
+    labels, label_weights: the class of each sequence, [B], or of each input."""
 
 import functools
 import itertools
@@ -60,8 +59,7 @@ class Batches(Stream):
 
     Every epoch contains each sequence once. In training, the order of the sequences (within each
     bucket) and of the batches is drawn from (seed, epoch). In evaluation (`seed=None`), neither is
-    shuffled. The last batch of a bucket is filled with empty sequences, whose weights are zero.
-    """
+    shuffled. The last batch of a bucket is filled with empty sequences, whose weights are zero."""
 
     def __init__(
         self, sequences: Sequences, *, length: int, decoder_length: int = 0, batch_size: int,
@@ -168,9 +166,8 @@ class JoinedBatches(Stream):
 
     def __init__(self, sources: Mapping[str, Batches]):
         self._sources, self.report = sources, _reports(sources)
-        progress = lambda item: (item[1] + 0.5) / len(sources[item[0]])
         items = [(name, i) for name, batches in sources.items() for i in range(len(batches))]
-        self._items = sorted(items, key=progress)
+        self._items = sorted(items, key=lambda item: (item[1] + 0.5) / len(sources[item[0]]))
 
     def __len__(self):
         return len(self._items)

@@ -12,6 +12,8 @@ from transformer.data.objectives import OBJECTIVES
 from transformer.errors import UserError
 from transformer.model.config import ModelConfig
 
+_HAS_FIELDS = ("tsv", "jsonl", "parquet", "arrayrecord", "huggingface")
+FORMATS = (*_HAS_FIELDS, "paired", "text", "probe", "prepared")
 _TOKENIZER_EFFECTS = (
     Effect(("kind", "byte_fallback", "character_coverage", "max_sentences"),
            "data.tokenizer.path='', which trains a tokenizer", lambda c: not c.path),
@@ -26,8 +28,7 @@ class TokenizerConfig:
     """A SentencePiece model trained on the run's training text (both languages together), or an
     existing tokenizer.
 
-    A trained one has `model.vocab_size` pieces, less the special tokens of the objective.
-    """
+    A trained one has `model.vocab_size` pieces, less the special tokens of the objective."""
 
     kind: str = "unigram"  # unigram | bpe | char (one piece per character, up to model.vocab_size)
     # An existing tokenizer: a SentencePiece .model, a tokenizer.json (extra [hf]) or the
@@ -56,10 +57,6 @@ class TokenizerConfig:
         """The same special tokens with the existing tokenizer at `path`."""
         ids = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if "_id" in f.name}
         return TokenizerConfig(path=str(path), **ids)
-
-
-_HAS_FIELDS = ("tsv", "jsonl", "parquet", "arrayrecord", "huggingface")
-FORMATS = (*_HAS_FIELDS, "paired", "text", "probe", "prepared")
 
 
 def _has_own_splits(c) -> bool:

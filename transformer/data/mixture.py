@@ -70,8 +70,7 @@ def read_sources(entries: Sequence[Mapping], temperature: float) -> list[Source]
         raise UserError(f"data.mixture.name: two sources are named {twice[0]!r}; rename one")
     for step in {int(step) for source in sources for step, _ in source.phases}:
         if not temperature and not any(weights_at(sources, step)):
-            problem = f"all weights are 0 at step {step}"
-            raise UserError(f"data.mixture.weight: {problem}; increase one")
+            raise UserError(f"data.mixture.weight: all weights are 0 at step {step}; increase one")
     return sources
 
 
@@ -93,8 +92,7 @@ def check_epochs(entries: Sequence[Mapping], epochs: Mapping[str, float]) -> Non
         name, limit = entry["name"], entry.get("max_epochs", 0)
         if limit and epochs[name] > limit:
             problem = f"{limit:g}, but the run reads source {name!r} {epochs[name]:.2f} times"
-            way_out = "lower its weight or train.steps"
-            raise UserError(f"data.mixture.max_epochs: {problem}; {way_out}")
+            raise UserError(f"data.mixture.max_epochs: {problem}; lower its weight or train.steps")
 
 
 def of_temperature(tokens: Sequence[int], temperature: float) -> list[Fraction]:
@@ -108,8 +106,7 @@ class Turns:
 
     With weights w_1, ..., w_K, whose sum is W, source 1 provides n - floor(n (W - w_1) / W) of the
     first n sequences. The other sources divide the rest by the same rule. The number of sequences
-    of a source thus differs from its share by less than K.
-    """
+    of a source thus differs from its share by less than K."""
 
     def __init__(self, phases: Sequence[tuple[int, Sequence[Fraction]]]):
         """`phases` are pairs (first sequence, weights). The first phase begins at 0."""

@@ -65,8 +65,7 @@ class Data:
         data, seed = self.config.data, self.config.seed if part == "train" else None
         fields = ("length", "decoder_length", "batch_size", "buckets")
         options = {field: getattr(data, field) for field in fields} | {"seed": seed, "share": share}
-        of = lambda name: Batches(self._sequences(name, part), **options)
-        sources = {name: of(name) for name in data.sources}
+        sources = {name: Batches(self._sequences(name, part), **options) for name in data.sources}
         for name, batches in sources.items():
             if not batches.num_sequences:
                 reasons = "; ".join(event(number, text) for text, number in batches.report.items())

@@ -3,8 +3,7 @@
 They are the data format `data.format="probe"`. A path is TASK:SHORTEST-LONGEST or
 TASK:SHORTEST-LONGEST:EXAMPLES, such as "reverse:1-20" or "needle:64-64:50000". The lengths of the
 examples are drawn uniformly. A path always yields the same examples. A question and its answer are
-a source and a target; with `data.tokenizer.kind="char"`, every character is a token.
-"""
+a source and a target; with `data.tokenizer.kind="char"`, every character is a token."""
 
 import dataclasses
 import hashlib
@@ -103,9 +102,8 @@ class TaskSpec:
         identity = f"{purpose}{self.task}:{self.shortest}-{self.longest}"
         digest = hashlib.sha256(identity.encode()).digest()
         rng = np.random.default_rng(int.from_bytes(digest[:8], "big"))
-        make = TASKS[self.task]
         for _ in range(self.examples):
-            yield make(rng, int(rng.integers(self.shortest, self.longest + 1)))
+            yield TASKS[self.task](rng, int(rng.integers(self.shortest, self.longest + 1)))
 
 
 def parse(path: str, field: str = "data.train") -> TaskSpec:

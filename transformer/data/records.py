@@ -33,6 +33,8 @@ INDEX = "index.json"
 FORMAT = 1
 """The format of the records. Increase it when a change of the code changes them."""
 
+_AGAIN = "copy it from another replica, or prepare the text again"
+
 
 @dataclasses.dataclass(frozen=True)
 class Prepared(Store):
@@ -72,9 +74,6 @@ class Records(OfParts):
             file = self._shards[bisect.bisect_right(self._ends, index)].filename
             problem = f"damaged or unreadable ({' '.join(str(e).split())[:100]})"
             raise UserError(f"{file}: {problem}; {_AGAIN}") from None
-
-
-_AGAIN = "copy it from another replica, or prepare the text again"
 
 
 class _Shard(NamedTuple):

@@ -3,8 +3,7 @@
 Translation pairs are many-to-many: on a random split of Tatoeba, a nearest-neighbor memory scores
 27 BLEU. Therefore whole connected components are held out. A component contains all pairs joined by
 the same source or the same target, ignoring case and punctuation. For single texts, a component is
-a set of equal texts.
-"""
+a set of equal texts."""
 
 import hashlib
 import re
@@ -16,6 +15,7 @@ from scipy import sparse
 from transformer.data.sources import Example
 
 SPLITS = ("train", "valid", "test")
+_WORDS = bytes(i if chr(i).isalnum() and i < 128 else ord(" ") for i in range(256))
 
 
 def assign(examples: Iterable[Example], held_out: int) -> tuple[list[str], int]:
@@ -24,8 +24,7 @@ def assign(examples: Iterable[Example], held_out: int) -> tuple[list[str], int]:
     Components are taken in the order of a hash of their content, first for test, then for valid,
     until each split has `held_out` distinct sources. A component with more sources than a split
     still needs is skipped. All components not taken are for training. Therefore the split depends
-    on the text alone, and not on a seed or the order of the lines.
-    """
+    on the text alone, and not on a seed or the order of the lines."""
     nodes: dict[tuple[int, str], int] = {}
     node = lambda side, text: nodes.setdefault((side, normalize(text)), len(nodes))
     rows = [[node(side, text) for side, text in enumerate(example)] for example in examples]
@@ -54,6 +53,3 @@ def normalize(text: str) -> str:
     if text.isascii():  # the same, faster
         return b" ".join(text.lower().encode().translate(_WORDS).split()).decode() or text
     return re.sub(r"[\W_]+", " ", text.casefold()).strip() or text
-
-
-_WORDS = bytes(i if chr(i).isalnum() and i < 128 else ord(" ") for i in range(256))

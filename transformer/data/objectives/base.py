@@ -1,7 +1,6 @@
 """The interface of objectives, which turn tokenized texts into sequences of inputs and targets.
 
-data/batching.py assembles the sequences of all objectives into batches.
-"""
+data/batching.py assembles the sequences of all objectives into batches."""
 
 import dataclasses
 import functools
@@ -40,8 +39,7 @@ class Segment:
     weights: weights of the targets; 1 by default.
     prefix: the first `prefix` inputs attend to each other bidirectionally.
     token_types: types of the inputs; 0 by default.
-    label: the class of the sequence, or an array with the class of each input (-1: no label).
-    """
+    label: the class of the sequence, or an array with the class of each input (-1: no label)."""
 
     inputs: np.ndarray
     targets: np.ndarray | None = None
@@ -181,8 +179,7 @@ class Objective:
 
         Training minimizes the sum of `loss / weight` over all losses. The main loss of a run is
         "tokens", else "labels", else the first by name. Its mean is reported as `loss`, and the
-        mean of any other loss as `NAME_loss`.
-        """
+        mean of any other loss as `NAME_loss`."""
         losses = {}
         if "tokens" in self.predicts:
             losses["tokens"] = outputs.token_loss(batch["targets"], batch["weights"])

@@ -24,8 +24,7 @@ class _Labels(Objective):
 class Classification(_Labels):
     """Predicts the label of a text from bos, x_1, ..., x_n, eos.
 
-    Texts that are too long are dropped or cut (`data.too_long`).
-    """
+    Texts that are too long are dropped or cut (`data.too_long`)."""
 
     columns = ("text", "label")
 
@@ -44,8 +43,7 @@ class Classification(_Labels):
 class Tagging(_Labels):
     """Predicts the tag of each word, at its first piece.
 
-    Words and tags are separated by spaces in the data: "the cat sat", "DT NN VB".
-    """
+    Words and tags are separated by spaces in the data: "the cat sat", "DT NN VB"."""
 
     columns = ("text", "tags")
 

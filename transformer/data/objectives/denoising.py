@@ -30,8 +30,7 @@ class Denoiser(NamedTuple):
 
     def split(self, ids: np.ndarray, sentinel: int, eos: int, generator) -> tuple[np.ndarray, ...]:
         """(inputs, targets). A sentinel replaces each span in the inputs, and precedes it in the
-        targets. `sentinel` is the id of the first one; the ids of the others count down from it.
-        """
+        targets. `sentinel` is the id of the first one; the ids of the others count down from it."""
         noise, spans = self.counts(len(ids))
         if not self.mean_length:
             return ids[: len(ids) - noise], ids[len(ids) - noise :]
@@ -148,8 +147,7 @@ class SpanCorruption(_Denoising):
     Sentinel i is the i-th id from the top: 32,099, 32,098, ... for 32,000 pieces and 100 sentinels,
     as in T5. If the tokenizer has sentinels (`<extra_id_0>`), these are used instead. Texts are
     concatenated and cut into pieces as long as `data.length` and `data.target_length` allow. A
-    decoder-only model reads the corrupted text as a prefix.
-    """
+    decoder-only model reads the corrupted text as a prefix."""
 
     rate: float = 0.15
     mean_length: float = 3.0
@@ -175,8 +173,7 @@ class UL2(_Denoising):
     S: the last quarter of the piece.
 
     A mode token before the inputs indicates R, X or S. The mode tokens R, X and S are the first
-    three ids after the tokenizer's pieces.
-    """
+    three ids after the tokenizer's pieces."""
 
     sentinels: int = 256
 

@@ -18,8 +18,7 @@ class CausalLM(Objective):
     With packing, the texts of a split are concatenated and cut into sequences of `length` tokens.
     Every token is a target exactly once, and a sequence's segments do not attend to each other.
     Without packing, a sequence contains one text or one part of a longer text. The sequences of a
-    held-out split may overlap by `eval_overlap` tokens, which are inputs again but not targets.
-    """
+    held-out split may overlap by `eval_overlap` tokens, which are inputs again but not targets."""
 
     families = ("decoder",)
     scores_every_token = True
@@ -73,8 +72,7 @@ class PrefixLM(Objective):
 
     The text is cut at a position drawn anew in every epoch. A decoder-only model reads the
     beginning bidirectionally (`model.prefix_lm`). In an encoder-decoder, the encoder reads it. A
-    sequence contains one text or one part of a longer text.
-    """
+    sequence contains one text or one part of a longer text."""
 
     families = ("decoder", "encoder_decoder")
     can_pack = False

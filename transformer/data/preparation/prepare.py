@@ -14,8 +14,7 @@ skips the tasks whose results exist.
 Held-out examples are those whose sources have the smallest hashes: `data.held_out` sources for
 test, as many for valid. The sources of the tokenizer's sample have the next larger hashes. The
 hash is that of the normalized text (data/split.py). An example that shares a source or target with
-a held-out one is not in the training text.
-"""
+a held-out one is not in the training text."""
 
 import dataclasses
 import hashlib
@@ -36,6 +35,9 @@ from transformer.data.store import RawText, check_size, tokenize, train_on
 from transformer.data.tokenizer import Tokenizer, load_tokenizer, read_tokenizer
 from transformer.errors import UserError
 from transformer.mapping import to_mapping
+
+_REASON = "all is held out, or shares a text with what is held out"
+_NONE_LEFT = f"data: no text is left for training: {_REASON}; lower data.held_out"
 
 
 def prepare(job: Job) -> dict:
@@ -105,12 +107,6 @@ def _begin(job: Job) -> None:
             publish(Path(local) / "job.json", file)
 
 
-_NONE_LEFT = (
-    "no text is left for training: all is held out, or shares a text with what is held out; lower "
-    "data.held_out"
-)
-
-
 def _tokenizer(job: Job, sample: Sequence[Example], folder: Path) -> Tokenizer:
     """The tokenizer of the finished preparation: that in the output, an existing one, or a new one
     that is trained on the sample."""
@@ -118,7 +114,7 @@ def _tokenizer(job: Job, sample: Sequence[Example], folder: Path) -> Tokenizer:
         tokenizer = load_tokenizer(file, job.data.tokenizer.at(file))
         check_size(tokenizer, job.data, job.model.vocab_size)
     elif not sample:
-        raise UserError(f"data: {_NONE_LEFT}")
+        raise UserError(_NONE_LEFT)
     else:
         lines = itertools.chain.from_iterable(sample)
         tokenizer = train_on(job.data, job.model.vocab_size, lines, job.data.chosen.reserved)
@@ -135,14 +131,13 @@ def _finish(job: Job, tokenizer: Tokenizer, meta: dict, num_pieces: int) -> dict
     meta["train"] = {**total, "sha256": hashlib.sha256(digests.encode()).hexdigest()}
     shards = [result for result in results if result["take"]]
     if not shards:
-        raise UserError(f"data: {_NONE_LEFT}")
+        raise UserError(_NONE_LEFT)
     sequences = sum(shard["take"] for shard in shards)
     filled = sum(shard["filled"] * shard["take"] for shard in shards) / sequences
     fields = ("filename", "take", "size", "sha256")
     (job.folder / tokenizer.name).write_bytes(tokenizer.content)
-    names = [tokenizer.name]
-    for part, text in itertools.product(("valid", "test"), range(len(job.columns))):
-        names += [f"{part}.{text}.ids.npy", f"{part}.{text}.ends.npy"]
+    arrays = itertools.product(("valid", "test"), range(len(job.columns)), ("ids", "ends"))
+    names = [tokenizer.name, *(f"{part}.{text}.{kind}.npy" for part, text, kind in arrays)]
     names += ["valid.jsonl", "test.jsonl"]
     digest = lambda name: hashlib.sha256((job.folder / name).read_bytes()).hexdigest()
     index = {
@@ -154,14 +149,11 @@ def _finish(job: Job, tokenizer: Tokenizer, meta: dict, num_pieces: int) -> dict
         "shards": [{field: shard[field] for field in fields} for shard in shards],
     }
     summary = {
-        "examples": total["examples"],
-        "tokens": total["tokens"],
-        "sequences": sequences,
-        "shards": len(shards),
-        "padding": 1 - filled,
+        "examples": total["examples"], "tokens": total["tokens"], "sequences": sequences,
+        "shards": len(shards), "padding": 1 - filled,
         "bytes": sum(shard["size"] for shard in shards),
         "dropped": _dropped(job, total["examples"], meta),
-    }
+    }  # fmt: skip
     (job.folder / "meta.json").write_text(json.dumps(meta, indent=1))
     (job.folder / "card.md").write_text(_card(job, tokenizer, meta, summary))
     (job.folder / INDEX).write_text(json.dumps(index, indent=1))
@@ -185,7 +177,6 @@ def _dropped(job: Job, trained: int, meta: dict) -> dict[str, int]:
 
 
 def _card(job: Job, tokenizer: Tokenizer, meta: dict, summary: dict) -> str:
-    """A description for people."""
     data, files = job.data, ", ".join(job.files[:3]) + (", ..." if len(job.files) > 3 else "")
     options = ("min_chars", "max_chars", "filter", "keep_duplicates", "shard_mb")
     versions = {name: importlib.metadata.version(name) for name in ("transformer", "sentencepiece")}
