@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from transformer.convert.family import Constant, Family
+from transformer.convert.family import Family
 from transformer.convert.fields import Fields, changed, count, field, optional
 from transformer.convert.weights import Copy, Shape, attention, linear, norm, row, same
 from transformer.model.config import ModelConfig
@@ -47,25 +47,23 @@ class _Kind(NamedTuple):
     learned: bool = True  # learned positions, and a norm after them
     pre: bool = False  # pre-norm
     logit_bias: bool = True
-    source_begins: bool = False
-    constants: Mapping[str, Constant] = {}
-    unused: tuple[str, ...] = ()
+    family: Mapping[str, Any] = {}  # other fields of Family
 
 
 _POSITIONS = r"model\.(encoder|decoder)\.embed_positions\.weight"
 _KINDS = {
-    "bart": _Kind("BartForConditionalGeneration", source_begins=True),
+    "bart": _Kind("BartForConditionalGeneration", family={"source_begins": True}),
     "marian": _Kind(
         "MarianMTModel", {"vocab_size": 58101, "decoder_vocab_size": optional(int)},
         {"pad_token_id": 58_100, "eos_token_id": 0, "decoder_start_token_id": 58_100},
-        learned=False, constants={_POSITIONS: _sinusoids},
+        learned=False, family={"constants": {_POSITIONS: _sinusoids}},
     ),
     "mbart": _Kind("MBartForConditionalGeneration", special_tokens=_TOKENS, pre=True),
     "m2m_100": _Kind(
         "M2M100ForConditionalGeneration",
         {"vocab_size": 128112, "activation_function": "relu", "scale_embedding": True,
          "attention_dropout": 0.1, "pad_token_id": count(1)},
-        learned=False, pre=True, logit_bias=False, unused=(_POSITIONS + "s",),
+        learned=False, pre=True, logit_bias=False, family={"unused": (_POSITIONS + "s",)},
     ),
 }  # fmt: skip
 
@@ -142,8 +140,7 @@ FAMILIES = [
         name, kind.architecture, "encoder_decoder",
         *(functools.partial(f, name) for f in (_read, _write, _weights)),
         changed(_FIELDS, kind.fields), table="model.shared", head="lm_head",
-        special_tokens=kind.special_tokens, copies=_copies, constants=kind.constants,
-        unused=kind.unused, source_begins=kind.source_begins,
+        special_tokens=kind.special_tokens, copies=_copies, **kind.family,
     )
     for name, kind in _KINDS.items()
 ]  # fmt: skip

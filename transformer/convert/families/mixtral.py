@@ -2,7 +2,7 @@
 
 import functools
 
-from transformer.convert.families.llama import ATTENTION_BIAS, used_window, variant
+from transformer.convert.families.llama import ATTENTION_BIAS, GATED, Parts, used_window, variant
 from transformer.convert.fields import Field, Fields, optional, positive
 from transformer.convert.rope import rotary, write_rotary
 from transformer.convert.weights import expert, linear, matrix
@@ -29,11 +29,11 @@ def _write_experts(c: ModelConfig, count: str) -> dict:
     return counts | {"router_aux_loss_coef": kind.load_balance}
 
 
-def _weights(block: str, names: dict[str, str], theirs: str, ours: str, c: ModelConfig):
+def _weights(block: str, names: Parts, theirs: str, ours: str, c: ModelConfig):
     """Yields the router and the matrices of each expert. `names`: their name -> ours."""
     yield from linear(f"{theirs}.{block}.gate", f"{ours}/router", bias=False)
     for i in range(c.feed_forward_kind.num_experts):
-        for name, part in names.items():
+        for name, (part,) in names.items():
             kernel = expert(f"{ours}/{part}/kernel", i)
             yield matrix(f"{theirs}.{block}.experts.{i}.{name}.weight", kernel)
 
@@ -57,8 +57,7 @@ def _write_qwen3(c: ModelConfig) -> dict:
     }
 
 
-_W123 = {"w1": "gate", "w3": "in", "w2": "out"}
-_GATED = {"gate_proj": "gate", "up_proj": "in", "down_proj": "out"}
+_W123 = {"w1": ("gate",), "w3": ("in",), "w2": ("out",)}
 
 FAMILIES = [
     variant("mixtral", "MixtralForCausalLM", {
@@ -77,6 +76,6 @@ FAMILIES = [
         "max_position_embeddings": 32768, "use_sliding_window": False,
         "sliding_window": optional(int, 4096), "moe_intermediate_size": 768, "num_experts": 128,
         "num_experts_per_tok": 8, "norm_topk_prob": False,
-    }, _read_qwen3, _write_qwen3, feed_forward=functools.partial(_weights, "mlp", _GATED),
+    }, _read_qwen3, _write_qwen3, feed_forward=functools.partial(_weights, "mlp", GATED),
        aliases={"num_local_experts": "num_experts"}),
 ]  # fmt: skip
