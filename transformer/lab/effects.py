@@ -59,16 +59,13 @@ class Cells:
         """Returns an effect or interaction, its parts, and over how many settings it averages."""
         corners = list(itertools.product(*((a, b) for _, a, b in changes)))
         y, settings = self._averages([field for field, *_ in changes], corners)
-        sides: tuple[Values, Values] = ({}, {})
-        for corner in corners:  # the last one, with only second values, counts as plus
-            minus = sum(x == a for x, (_, a, _) in zip(corner, changes, strict=True)) % 2
-            for seed, x in y[corner].items():
-                sides[minus][seed] = sides[minus].get(seed, 0.0) + x
-        effect, at = difference(*sides), ()
-        if len(changes) == 2:
-            (_, a, b), (_, *others) = changes
-            at = tuple(difference(y[b, c], y[a, c]).mean.mean for c in others)
-        return effect, at, settings
+        (_, a, b), *others = changes
+        if not others:
+            return difference(y[b,], y[a,]), (), settings
+        ((_, c, d),) = others
+        at = tuple(difference(y[b, x], y[a, x]).mean.mean for x in (c, d))
+        plus = lambda one, two: {seed: x + y[two][seed] for seed, x in y[one].items()}
+        return difference(plus((a, c), (b, d)), plus((a, d), (b, c))), at, settings
 
     def _averages(self, fields, combinations: Collection[Key]) -> tuple[dict[Key, Values], int]:
         """Returns averages over the settings that have all combinations, and their number."""
@@ -118,11 +115,9 @@ def sentences(effects: Sequence[Effect], results: Results) -> list[str]:
     """Returns a sentence for each effect of a field, and for each pair of fields."""
     tested = [effect for effect in effects if effect.versus.mean.count > 1]
     lines = [_of_field(effect, results) for effect in tested if len(effect.changes) == 1]
-    pairs: dict[tuple[str, ...], list[Effect]] = {}
-    for effect in tested:
-        if len(effect.changes) == 2:
-            pairs.setdefault(tuple(field for field, *_ in effect.changes), []).append(effect)
-    return lines + [_of_pair(pair, contrasts, results) for pair, contrasts in pairs.items()]
+    fields = lambda effect: [field for field, *_ in effect.changes]
+    pairs = itertools.groupby((x for x in tested if len(x.changes) == 2), key=fields)
+    return lines + [_of_pair(pair, list(contrasts), results) for pair, contrasts in pairs]
 
 
 def _of_field(effect: Effect, results: Results) -> str:
