@@ -55,9 +55,11 @@ def describe(study: Study) -> str:
     differ = len(set(tokens.values())) > 1
     head = ["arm", "changes", "parameters", "FLOPs per token", "attention"]
     rows = [[*head, *["training tokens"] * differ]]
+    of_mapping = lambda x: "{" + ", ".join(f"{key}: {value}" for key, value in x.items()) + "}"
+    short = lambda value: of_mapping(value) if isinstance(value, Mapping) else value
     for arm, changes in sweep.arms.items():
         properties = study.facts[arm]
-        settings = " ".join(f"{field}={_short(value)}" for field, value in changes.items())
+        settings = " ".join(f"{field}={short(value)}" for field, value in changes.items())
         extra = properties.parameters - base.parameters
         parameters = f"{properties.parameters:,}" + (f" ({extra:+,})" if extra else "")
         flops = human_count(properties.flops)
@@ -103,9 +105,3 @@ def describe_runs(study: Study, shard: tuple[int, int], max_group: int) -> str:
     if finished:
         lines.append(f"finished: {', '.join(finished)}")
     return "\n".join(lines) + "\n"
-
-
-def _short(value) -> str:
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key}: {x}" for key, x in value.items()) + "}"
-    return str(value)

@@ -86,8 +86,8 @@ def profiles(results: Results) -> list[Profile]:
     """Returns the profiles with two places or more and, on a logarithmic scale, a value above 0."""
     result, declared = [], [item for cls in EVALUATORS.values() for item in cls.profiles.items()]
     for name, (caption, pattern, x_label, y_label, when, log) in [*PROFILES.items(), *declared]:
-        lines = {arm: _line(x, re.compile(pattern), when) for arm, x in results.arms.items()}
-        lines = {arm: line for arm, line in lines.items() if line}
+        arms, regex = results.arms.items(), re.compile(pattern)
+        lines = {name: line for name, arm in arms if (line := _line(arm, regex, when))}
         coverage = measured_text(results, pattern)
         caption += f" ({coverage})" if coverage else ""
         found = (measures(run.config.train.evaluators, pattern) for run in results.runs)

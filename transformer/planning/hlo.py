@@ -48,8 +48,8 @@ class Instruction:
 
     def called(self, kind: str) -> str | None:
         """Returns the computation that attribute `kind` names: body, condition, calls, ..."""
-        match = re.search(rf"\b{kind}=%?([\w.\-]+)", self.attributes)
-        return match.group(1) if match else None
+        pattern = rf"\b{kind}=%?([\w.\-]+)"
+        return match[1] if (match := re.search(pattern, self.attributes)) else None
 
     @property
     def index(self) -> int:

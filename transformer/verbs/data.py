@@ -32,8 +32,7 @@ from transformer.errors import UserError
 
 def arguments(parser) -> None:
     add = parser.add_argument
-    name = "a corpus, such as wikitext2; or prepare, verify"
-    add("name", nargs="?", metavar="NAME", help=name)
+    add("name", nargs="?", metavar="NAME", help="a corpus, such as wikitext2; or prepare, verify")
     add("--config", metavar="FILE.py[:ARG]", help="prepare: the experiment")
     add("--output", metavar="FOLDER", help="prepare, verify: the prepared text, local or gs://")
     add("--license", default="", metavar="TEXT", help="prepare: license of the text, for the card")
