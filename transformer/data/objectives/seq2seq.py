@@ -39,7 +39,6 @@ class _Pairs(OfParts):
     def __init__(self, objective: Seq2Seq, store, part: str, task):
         super().__init__(objective, store.tokenizer, task)
         data, self._alone = task.data, task.model.family == "decoder"
-        self._length = data.length
         self._texts = [store.texts(part, side) for side in (0, 1)]
         self._tokenizer, self._before = store.tokenizer, store.tokenizer.source_prefix_ids
         source, target = (texts.lengths for texts in self._texts)
@@ -63,7 +62,7 @@ class _Pairs(OfParts):
     def _part(self, pair: int) -> Part:
         rooms = self._rooms
         if self._alone:
-            length, half = self._length, self._length // 2
+            length, half = rooms[0], rooms[0] // 2
             rooms = (half, length - half) if self._long[pair] else (length, length)
         source, targets = (texts[pair] for texts in self._texts)
         source = [*self._before, *source]
