@@ -322,7 +322,7 @@ def test_a_text_in_place_of_a_list_of_texts_raises():
 
 
 def test_failed_store_leaves_no_files(pairs, tmp_path):
-    from transformer.data.corpora import data_home
+    from transformer.files import data_home
 
     config = experiment(pairs)
     before = (

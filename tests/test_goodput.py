@@ -6,7 +6,7 @@ import time
 import pytest
 
 from transformer.errors import UserError
-from transformer.runs.goodput import PAID, TRAINED, Goodput, share
+from transformer.runs.goodput import PAID, SAVING, TRAINED, Goodput, share
 from transformer.runs.loop import train
 from transformer.runs.metrics import read_metrics
 from transformer.runs.rundir import read_manifest
@@ -63,7 +63,11 @@ def test_process_that_dies_before_its_first_line_is_paid(log):
     record = second.record()
     assert record["paid_seconds"] == pytest.approx(170, abs=1)
     third = Goodput(log, EARLIER[:1], record, 10, began)
-    assert third.add(2.0) == {TRAINED: 52.0, PAID: pytest.approx(170, abs=1)}
+    third.saving += 3.0
+    values = third.add(2.0)
+    assert values == {TRAINED: 52.0, PAID: pytest.approx(170, abs=1), SAVING: 3.0}
+    fourth = Goodput(log, [*EARLIER[:1], {"step": 10} | values], {}, 10, began)
+    assert fourth.add(0.0)[SAVING] == 3.0
 
 
 def test_run_records_its_goodput(run_config, tmp_path, capsys):

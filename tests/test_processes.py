@@ -38,7 +38,12 @@ TRAIN = [
 
 
 def launch(
-    count: int, workdir: Path, *options: str, command=TRAIN, stderr=subprocess.STDOUT
+    count: int,
+    workdir: Path | str,
+    *options: str,
+    command=TRAIN,
+    stderr=subprocess.STDOUT,
+    variables=({},) * 4,
 ) -> list[subprocess.Popen]:
     """Starts one command on `count` processes with four devices in total."""
     port, command = (
@@ -48,7 +53,7 @@ def launch(
     return [
         subprocess.Popen(
             command,
-            env=os.environ | local.variables(i, count, 4 // count, port),
+            env=os.environ | local.variables(i, count, 4 // count, port) | variables[i],
             cwd=ROOT,
             stdout=subprocess.PIPE,
             stderr=stderr,

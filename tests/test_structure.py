@@ -9,7 +9,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "transformer"
 
 ORDER = (
-    "version", "errors", "output", "checks", "files", "claims", "registry", "mapping",
+    "version", "errors", "output", "checks", "files", "buckets", "claims", "registry", "mapping",
     "model", "parallel", "convert", "data", "training", "decoding", "evaluation", "units",
     "sweeps", "config", "config_io", "runs", "planning", "lab", "api", "harness", "verbs", "cli",
     "__main__",

@@ -9,12 +9,13 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from transformer import buckets
 from transformer.config import Experiment, MeshConfig
 from transformer.config_io import NOTHING, load_experiment
-from transformer.data.corpora import data_home
 from transformer.decoding.generate import Generator, check_texts, check_tokenizer
 from transformer.errors import UserError
 from transformer.evaluation.scorer import Scorer, Scores, embed_texts, score_texts
+from transformer.files import data_home
 from transformer.mapping import apply_overrides, build, to_mapping
 from transformer.parallel.mesh import start, use
 from transformer.parallel.processes import start_processes
@@ -45,7 +46,8 @@ def train(
     else:
         config = build(Experiment, to_mapping(experiment), overrides)
     cache_compiled_programs()
-    train_in(config, workdir)
+    with buckets.closing():
+        train_in(config, workdir)
     mesh_fields = {f"mesh.{name}": size for name, size in to_mapping(config.mesh).items()}
     return load_run(workdir, mesh_fields)
 
@@ -56,6 +58,7 @@ def load_run(workdir: str | os.PathLike, overrides: Mapping[str, Any] = NOTHING)
     `overrides` changes fields of `decoding`, `mesh`, `platform` and `seed`, such as
     `{"decoding.beam_size": 4, "mesh.data": 8}`. By default, the mesh is one device. Raises
     UserError (a ValueError) if there is no run, or it has no undamaged checkpoint."""
+    workdir = buckets.open_folder(workdir)
     config, mesh = run_mesh(run_config(workdir, overrides), overrides)
     with use(mesh):
         return load_trained(workdir, config, mesh)
@@ -70,7 +73,9 @@ def evaluate(run: AnyRun, part: str = "test") -> dict[str, Any]:
         raise UserError(f"part: {part!r} is neither 'test' nor 'valid'")
     run = run if isinstance(run, LoadedRun) else load_run(run)
     with use(run.mesh):
-        return evaluate_trained(run, run.mesh, part)
+        metrics = evaluate_trained(run, run.mesh, part)
+    buckets.sync(run.workdir)
+    return metrics
 
 
 def generate(run: AnyRun, texts: Sequence[str], **decoding: Any) -> list[str]:
@@ -79,8 +84,7 @@ def generate(run: AnyRun, texts: Sequence[str], **decoding: Any) -> list[str]:
     Args:
       run: a run from `load_run`, or a run directory.
       texts: the inputs. Those that exceed `model.max_length` are truncated.
-      **decoding: fields of `config.decoding` to change, such as `temperature=0.8`.
-    """
+      **decoding: fields of `config.decoding` to change, such as `temperature=0.8`."""
     check_texts(texts)
     run = run if isinstance(run, LoadedRun) else load_run(run)
     changes = {f"decoding.{name}": value for name, value in decoding.items()}
@@ -117,8 +121,7 @@ def embed(run: AnyRun, texts: Sequence[str], pooling: str = "mean") -> np.ndarra
     Args:
       run: a run from `load_run`, or a run directory. In an encoder-decoder, the encoder is used.
       texts: the texts. Those that exceed `model.max_length` are cut.
-      pooling: "mean" over all tokens, "cls" (the first token) or "last".
-    """
+      pooling: "mean" over all tokens, "cls" (the first token) or "last"."""
     check_texts(texts)
     if pooling == "none":
         raise UserError("pooling: 'none' yields no vector for a text; use mean, cls or last")

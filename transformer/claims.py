@@ -2,7 +2,8 @@
 
 A claim is a file that names its holder, which updates its modification time every few seconds. A
 claim is dead if its process has ended (detected at once on the same machine), or if it was not
-renewed for `STALE` seconds. Files are created exclusively, even on shared disks (from NFS 3 on)."""
+renewed for `STALE` seconds. Files are created exclusively, even on shared disks (from NFS 3 on). In
+a bucket, a claim is an object that is written and deleted with generation preconditions."""
 
 import contextlib
 import dataclasses
@@ -15,7 +16,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from transformer.errors import UserError
+from transformer import buckets
+from transformer.errors import TemporaryError, UserError
 from transformer.files import write_atomic
 
 STALE = 90.0  # seconds without renewal after which a claim is dead
@@ -77,6 +79,83 @@ def _began(pid: int) -> str:
     return f"{_container()}:{after_name.split()[19]}"
 
 
+class _OnDisk:
+    """A file that holds the name of a process."""
+
+    def __init__(self, file: Path):
+        self.file = file
+
+    def create(self, holder: Process) -> bool:
+        """Creates the file. Returns False if it exists: another process was faster."""
+        try:
+            with self.file.open("x") as file:
+                file.write(str(holder))
+        except FileExistsError:
+            return False
+        return True
+
+    def read(self) -> Process | None:
+        try:
+            return Process.parse(self.file.read_text(errors="replace"))
+        except FileNotFoundError:
+            return None
+
+    def replace(self, holder: Process) -> None:
+        write_atomic(self.file, str(holder))
+
+    def renew(self, holder: Process) -> None:
+        os.utime(self.file)
+
+    def renewed(self) -> float:
+        """Returns the time of the last renewal, or -inf if the file does not exist."""
+        try:
+            return self.file.stat().st_mtime
+        except FileNotFoundError:
+            return -math.inf
+
+    def remove(self, holder: Process) -> bool:
+        """Removes the file of that holder. Of several processes, only one succeeds."""
+        aside = self.file.with_name(f"{self.file.name}.{socket.gethostname()}.{os.getpid()}.dead")
+        try:
+            self.file.rename(aside)
+        except FileNotFoundError:
+            return False
+        if Process.parse(aside.read_text(errors="replace")) != holder:  # taken by another meanwhile
+            aside.rename(self.file)
+            return False
+        aside.unlink()
+        return True
+
+
+class _InBucket:
+    """An object that holds the name of a process, with the interface of _OnDisk."""
+
+    def __init__(self, file: Path):
+        self.file = file
+
+    def create(self, holder: Process) -> bool:
+        return buckets.write_if(self.file, str(holder), 0)
+
+    def read(self) -> Process | None:
+        content, _, _ = buckets.read(self.file)
+        return None if content is None else Process.parse(content.decode(errors="replace"))
+
+    def replace(self, holder: Process) -> None:
+        buckets.write_if(self.file, str(holder), None)
+
+    def renew(self, holder: Process) -> None:
+        content, generation, _ = buckets.read(self.file)
+        if content == str(holder).encode():
+            buckets.write_if(self.file, str(holder), generation)
+
+    def renewed(self) -> float:
+        return buckets.read(self.file)[2]
+
+    def remove(self, holder: Process) -> bool:
+        content, generation, _ = buckets.read(self.file)
+        return content == str(holder).encode() and buckets.write_if(self.file, None, generation)
+
+
 _alone: dict[Path, float] = {}
 """Claim file -> when this process last verified that no other process had held the claim. If this
 one was then suspended for long (Ctrl-Z), another may have taken and released it."""
@@ -87,27 +166,24 @@ class Claim:
 
     def __init__(self, file: Path):
         self.file = file
+        self._stored = _OnDisk(file) if buckets.url_of(file) is None else _InBucket(file)
 
     def take(self) -> bool:
         """Takes the claim unless a living process holds it. Returns whether it was taken."""
         self.file.parent.mkdir(parents=True, exist_ok=True)
         holder = self.holder()
-        if holder is not None and (self._lives(holder) or not self._clear(holder)):
+        if holder is not None and (self._lives(holder) or not self._stored.remove(holder)):
             return False
         return self._make()
 
     def _make(self) -> bool:
-        try:
-            with self.file.open("x") as file:
-                file.write(str(Process.here(os.getpid())))
-        except FileExistsError:  # another process was faster
-            return False
-        _alone[self.file] = time.time()
-        return True
+        if made := self._stored.create(Process.here(os.getpid())):
+            _alone[self.file] = time.time()
+        return made
 
     def hand_over(self, pid: int) -> None:
         """Transfers the claim to a process on this machine, which must renew it from now on."""
-        write_atomic(self.file, str(Process.here(pid)))
+        self._stored.replace(Process.here(pid))
 
     def is_held_by(self, *pids: int) -> bool:
         """Returns whether one of these processes of this machine holds the claim."""
@@ -115,9 +191,9 @@ class Claim:
 
     def renew(self) -> None:
         """Renews the claim, if this process still holds it. It must do so every few seconds."""
-        with contextlib.suppress(OSError):  # a network file system may respond next time
+        with contextlib.suppress(OSError, UserError):  # the network may work next time
             if held := self.is_held_by(os.getpid()):
-                os.utime(self.file)
+                self._stored.renew(Process.here(os.getpid()))
             if held or (self.holder() is None and not self._lapsed()):
                 _alone[self.file] = time.time()
 
@@ -129,12 +205,15 @@ class Claim:
         """Removes the claim if this process holds it or its holder is dead."""
         holder = self.holder()
         if holder is not None and (self.is_held_by(os.getpid()) or not self._lives(holder)):
-            self.file.unlink(missing_ok=True)
+            self._stored.remove(holder)
             _alone.pop(self.file, None)
 
     def alive(self) -> bool:
-        """Returns whether a living process holds the claim."""
-        return self._lives(self.holder())
+        """Returns whether a living process holds the claim. True if it cannot be read now."""
+        try:
+            return self._lives(self.holder())
+        except TemporaryError:
+            return True
 
     def check(self) -> None:
         """Retakes a claim whose file is missing. Raises UserError if another may have held it."""
@@ -149,10 +228,7 @@ class Claim:
 
     def holder(self) -> Process | None:
         """Returns the process that holds or held the claim; None if the file does not exist."""
-        try:
-            return Process.parse(self.file.read_text(errors="replace"))
-        except FileNotFoundError:
-            return None
+        return self._stored.read()
 
     def who(self) -> str:
         """Describes the holder for an error message."""
@@ -161,26 +237,10 @@ class Claim:
 
     def age(self) -> float:
         """Returns the seconds since the claim was taken or renewed, by this machine's clock."""
-        try:
-            return time.time() - self.file.stat().st_mtime
-        except FileNotFoundError:
-            return float("inf")
+        return time.time() - self._stored.renewed()
 
     def _lives(self, holder: Process | None) -> bool:
         return bool(holder and self.age() < STALE and (not holder.is_visible() or holder.runs()))
-
-    def _clear(self, dead: Process) -> bool:
-        """Removes a dead claim. Returns whether it did; of several processes, only one succeeds."""
-        aside = self.file.with_name(f"{self.file.name}.{socket.gethostname()}.{os.getpid()}.dead")
-        try:
-            self.file.rename(aside)
-        except FileNotFoundError:
-            return False
-        if Process.parse(aside.read_text(errors="replace")) != dead:  # taken by another meanwhile
-            aside.rename(self.file)
-            return False
-        aside.unlink()
-        return True
 
 
 def start_renewing(claims: Sequence[Claim]) -> Callable[[], None]:
@@ -204,16 +264,16 @@ def holding(claims: Sequence[Claim]) -> Iterator[None]:
         for claim in claims:
             last_age, deadline, announced = claim.age(), time.monotonic() + 2 * STALE, False
             while not claim.take():
-                holder = claim.holder()
+                holder, folder = claim.holder(), buckets.shown(claim.file.parent)
                 if holder is None:
                     continue
                 if holder.is_visible() or claim.age() < last_age or time.monotonic() > deadline:
-                    problem = f"{claim.file.parent} is in use by {claim.who()}"
+                    problem = f"{folder} is in use by {claim.who()}"
                     way_out = "wait until it ends, stop it, or choose another directory"
                     raise UserError(f"--workdir: {problem}; {way_out}")
                 if not announced:
                     announced = True
-                    used = f"{claim.file.parent} was in use by {claim.who()}, which is not visible"
+                    used = f"{folder} was in use by {claim.who()}, which is not visible"
                     wait = f"waiting up to {STALE:.0f} s for it to renew its claim"
                     print(f"{used} from this machine; {wait}", file=sys.stderr)
                 last_age = claim.age()

@@ -8,7 +8,9 @@ import os
 import sys
 import time
 import traceback
+from pathlib import Path
 
+from transformer import buckets
 from transformer.errors import UserError, from_os_error, nearest, tracebacks
 from transformer.output import RED, flush, redirect_to_devnull, styled, survive_closed_readers
 
@@ -16,8 +18,7 @@ ABOUT = """Transformers in JAX: train, evaluate and use encoders, decoders and e
 
   python -m transformer train    --config=experiments/quickstart.py --workdir=runs/quickstart
   python -m transformer evaluate --workdir=runs/quickstart
-  echo "Where is the library?" | python -m transformer generate --workdir=runs/quickstart
-"""
+  echo "Where is the library?" | python -m transformer generate --workdir=runs/quickstart"""
 
 VERBS = (
     "data", "train", "evaluate", "generate", "score", "sweep", "compare", "inspect", "plan",
@@ -55,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _fail(error: UserError) -> int:
-    _print_error(f"error: {error}")
+    _print_error(f"error: {buckets.shown(error)}")
     _exit_if_distributed(error.exit_code)
     return error.exit_code
 
@@ -108,7 +109,10 @@ def _main(argv: list[str]) -> int:
     if "run" not in args:
         parser.print_help()
         return 0
-    with args.lasting():
+    values = [x for v in vars(args).values() for x in (v if isinstance(v, list) else [v])]
+    with args.lasting(), buckets.closing():
+        for folder in (x for x in values if isinstance(x, Path)):
+            buckets.open_folder(folder)
         return args.run(args, _overrides(remaining)) or 0
 
 

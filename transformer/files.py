@@ -17,6 +17,11 @@ _DISK_FAULTS = {
 }
 
 
+def data_home() -> Path:
+    """The folder in which corpora, token stores and mirrors of buckets are cached."""
+    return Path(os.environ.get("TRANSFORMER_DATA") or Path.home() / ".cache" / "transformer")
+
+
 @contextlib.contextmanager
 def disk_errors(path) -> Iterator[None]:
     """Turns a full disk or an exceeded file size limit into a UserError that names `path`. Files

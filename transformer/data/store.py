@@ -1,8 +1,7 @@
 """The token store: a corpus that is split and tokenized once, memory-mapped and indexed.
 
 Each text is stored as its ids followed by eos. A store is in `$TRANSFORMER_DATA/tokens/KEY`. The
-key is a hash of everything on which the store depends, so that experiments can share a store.
-"""
+key is a hash of everything on which the store depends, so that experiments can share a store."""
 
 import collections
 import dataclasses
@@ -21,7 +20,7 @@ from transformer.data.config import DataConfig
 from transformer.data.sources import Example
 from transformer.data.tokenizer import Tokenizer
 from transformer.errors import UserError
-from transformer.files import new_folder
+from transformer.files import data_home, new_folder
 from transformer.mapping import to_mapping
 
 VERSION = 4
@@ -107,7 +106,7 @@ def open_stores(sources: Mapping[str, DataConfig], vocab_size: int) -> dict[str,
         texts = [RawText(source, source.chosen.columns) for source in configs]
         reserved = max(source.chosen.reserved for source in configs)
         inputs = [_inputs(*pair, vocab_size) for pair in zip(configs, texts, strict=True)]
-        folder = corpora.data_home() / "tokenizers" / _key([*inputs, reserved])
+        folder = data_home() / "tokenizers" / _key([*inputs, reserved])
         if not tokenizers.find_tokenizer(folder):
             lines = itertools.chain.from_iterable(text.lines() for text in texts)
             with new_folder(folder, keep=True) as new:
@@ -127,7 +126,7 @@ def open_store(config: DataConfig, vocab_size: int) -> Store:
     """Opens the store of a config. If there is none yet, splits and tokenizes the text. A trained
     tokenizer gets those of `vocab_size` ids that the objective does not reserve."""
     text = RawText(config, config.chosen.columns)
-    folder = corpora.data_home() / "tokens" / _key(_inputs(config, text, vocab_size))
+    folder = data_home() / "tokens" / _key(_inputs(config, text, vocab_size))
     if not (folder / "meta.json").exists():
         with new_folder(folder, keep=True) as new:
             _build(new, text, config, vocab_size)

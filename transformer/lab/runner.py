@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
+from transformer import buckets
 from transformer.claims import start_renewing
 from transformer.errors import UserError, nearest
 from transformer.lab.study import PlannedRun, Status, Study, load_study
@@ -152,12 +153,12 @@ def _reason(code: int, log: Path, began: int) -> str:
     """Returns why a process failed: its exit code, and the last error in its log since `began`."""
     if code < 0:
         hint = " (out of memory?)" if code == -signal.SIGKILL else ""
-        return f"ended by {signal.Signals(-code).name}{hint}; see {log}"
+        return f"ended by {signal.Signals(-code).name}{hint}; see {buckets.shown(log)}"
     text = log.read_bytes()[began:].decode(errors="replace")
     lines = [line for line in text.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("error:")]
     error = (errors or lines or [""])[-1]
-    return f"exit code {code}: {error.removeprefix('error: ')[:200]}; see {log}"
+    return f"exit code {code}: {error.removeprefix('error: ')[:200]}; see {buckets.shown(log)}"
 
 
 def train_and_evaluate(folder: Path, names: Sequence[str], evaluate: Callable) -> int:
@@ -198,7 +199,7 @@ def _train_and_evaluate(chosen: Sequence[PlannedRun], evaluate: Callable) -> int
                 raise
             _log_error(run.name, e)
             failed.append(run)
-            run.release(f"{_spell(e)}; see {chosen[0].log}")
+            run.release(f"{_spell(e)}; see {buckets.shown(chosen[0].log)}")
 
     by_step: dict[object, list[PlannedRun]] = {}
     for run in filter(unfinished, chosen):

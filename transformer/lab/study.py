@@ -8,6 +8,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from transformer import buckets
 from transformer.claims import Claim
 from transformer.config import Experiment
 from transformer.errors import UserError
@@ -105,7 +106,7 @@ class PlannedRun:
         """Claims the run unless another process has claimed it, and clears an earlier failure."""
         if not self.claim.take():
             return False
-        self._failure.unlink(missing_ok=True)
+        buckets.delete(self._failure)
         return True
 
     def keep(self) -> None:

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from etils import epath
 
+from transformer import buckets
 from transformer.config import TrainConfig
 from transformer.errors import UserError
 from transformer.files import check_disk_space, disk_errors
@@ -44,13 +45,14 @@ class Checkpoints:
     ):  # fmt: skip
         """`report` receives a line for each damaged checkpoint that is moved away."""
         self._config, self._report = config, report
-        self.folder = epath.Path(workdir) / "checkpoints"
+        self._in_bucket = buckets.url_of(Path(workdir))
+        self.folder = epath.Path(self._in_bucket or workdir) / "checkpoints"
         options = ocp.CheckpointManagerOptions(create=True, enable_async_checkpointing=True)
         handlers = {name: ocp.PyTreeCheckpointHandler() for name in ITEMS}
         handlers["host"] = ocp.JsonCheckpointHandler()
         for handler in handlers.values():
             handler.restore = _returning_failures(handler.restore)
-        folder = self.folder.resolve()
+        folder = self.folder if self._in_bucket else self.folder.resolve()
         self._manager = ocp.CheckpointManager(folder, options=options, item_handlers=handlers)
         self._abstract: dict[str, Any] = {}  # shapes and shardings of the items being saved
         self._intact: set[int] = set()  # steps that this process has verified
@@ -68,7 +70,8 @@ class Checkpoints:
         with disk_errors(self.folder):
             self._finish()
             self._prune()
-            check_disk_space(Path(self.folder), size(state), "a checkpoint")
+            if not self._in_bucket:
+                check_disk_space(Path(self.folder), size(state), "a checkpoint")
             self._write(step, items, Record(step, describe(items), loop, layout))
 
     def save_params(self, params) -> None:
@@ -225,13 +228,14 @@ class Checkpoints:
         return None
 
     def _set_aside(self, step: int, why: str) -> None:
-        target = Path(self.folder.parent / "damaged" / str(step))
+        target = self.folder.parent / "damaged" / str(step)
         barrier(f"damaged checkpoint of step {step}")
         if is_first():
             while target.exists():
                 target = target.with_name(target.name + "+")
             target.parent.mkdir(exist_ok=True)
-            Path(self.folder / str(step)).rename(target)
+            (target.parent / "reason.txt").write_text(f"{why}\n")  # a bucket has no empty folders
+            (self.folder / str(step)).rename(target)
         barrier(f"moved checkpoint of step {step}")
         self._manager.reload()
         self._report(f"{why}; it is now in {target.parent}")

@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 from jax.sharding import Mesh
 
+from transformer import buckets
 from transformer.config import DataConfig, Experiment, TokenizerConfig, TrainConfig
 from transformer.convert.hf import open_directory, read_params, save_hf
 from transformer.convert.special_tokens import read_id
@@ -46,7 +47,9 @@ def from_hf(directory: Path, workdir: Path, overrides: Mapping[str, str]) -> Exp
     config = apply_overrides(_experiment(model, tokenizer_config), overrides)
     if tokenizer is not None:
         check_special_tokens(config.model, tokenizer)
-    with use(start(config.platform, config.mesh)) as mesh, new_folder(workdir) as unfinished:
+    # In a bucket, nothing can be renamed. There, the run appears when its files are synchronized.
+    folder = contextlib.nullcontext(workdir) if buckets.url_of(workdir) else new_folder(workdir)
+    with use(start(config.platform, config.mesh)) as mesh, folder as unfinished:
         optimizer = build_optimizer(config.optimizer, 1, config.model)
         abstract, shardings = abstract_state(config, build_model(config.model), optimizer, mesh)
         check_memory(abstract.params, mesh, "parameters")
@@ -55,10 +58,10 @@ def from_hf(directory: Path, workdir: Path, overrides: Mapping[str, str]) -> Exp
         params = read_params(family, config.model, tensors, put)
         parameters = sum(math.prod(x.shape) for x in jax.tree.leaves(params))
         origin = {"parameters": parameters, "converted_from": str(directory.resolve())}
-        rundir.record_start(unfinished, config, mesh, tokenizer, origin)
         checkpoints = Checkpoints(unfinished, config.train)
         checkpoints.save_params(params)
         checkpoints.close()
+        rundir.record_start(unfinished, config, mesh, tokenizer, origin)
     return config
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from transformer.errors import UserError
 
-TRAINED, PAID = "time/trained_seconds", "time/paid_seconds"
+TRAINED, PAID, SAVING = "time/trained_seconds", "time/paid_seconds", "time/saving_seconds"
 
 
 class Goodput:
@@ -21,6 +21,7 @@ class Goodput:
         kept = [line for line in lines if line["step"] <= resume_step]
         total = lambda name, lines: max((line.get(name, 0.0) for line in lines), default=0.0)
         self._trained = total(TRAINED, kept)
+        self.saving = total(SAVING, lines)  # seconds in which training waited for checkpoints
         self._paid = max(total(PAID, lines), earlier.get("paid_seconds", 0.0))
         if since := os.environ.get("TRANSFORMER_PAID_SINCE"):
             if not since.isdecimal():
@@ -30,10 +31,11 @@ class Goodput:
         self._began = began
 
     def add(self, trained: float) -> dict[str, float]:
-        """Adds seconds of training, and returns both sums until now."""
+        """Adds seconds of training, and returns all sums until now."""
         self._trained += trained
         paid = self._paid + max(time.time() - self._began, 0.0)
-        return {TRAINED: round(self._trained, 2), PAID: round(paid, 2)}
+        sums = {TRAINED: self._trained, PAID: paid, SAVING: self.saving}
+        return {name: round(seconds, 2) for name, seconds in sums.items()}
 
     def record(self) -> dict[str, float]:
         """What the manifest records when a process begins and when it ends."""

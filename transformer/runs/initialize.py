@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from transformer import buckets
 from transformer.config import Experiment, TrainConfig
 from transformer.convert import open_hf
 from transformer.data.tokenizer import find_tokenizer
@@ -28,7 +29,7 @@ from transformer.training.state import TrainState
 def start_from(config: Experiment, state: TrainState, shardings, mesh: Mesh) -> TrainState:
     """Returns `state` with parameters of `train.init_from`. Raises UserError with any mismatch."""
     train, model, targets = config.train, config.model, flatten(state.params)
-    shapes, fetch = _source(Path(train.init_from), mesh)
+    shapes, fetch = _source(buckets.open_folder(train.init_from), mesh)
     wanted, places = layer_shapes(model, targets), where(model, targets)
     if train.init_encoder == "decoder":
         shapes, fetch = _with_encoder(wanted, shapes, fetch)
@@ -50,7 +51,7 @@ def start_from(config: Experiment, state: TrainState, shardings, mesh: Mesh) -> 
 
 def check_source(directory: str) -> None:
     """Raises UserError if `train.init_from` is neither a run nor a Hugging Face directory."""
-    path = Path(directory)
+    path = buckets.open_folder(directory)
     if not ((path / "checkpoints").is_dir() or (path / "config.json").is_file()):
         kinds = "a run (checkpoints/) nor a Hugging Face directory (config.json)"
         raise UserError(f"train.init_from: {directory} is neither {kinds}")
@@ -58,7 +59,7 @@ def check_source(directory: str) -> None:
 
 def check_tokenizer(directory: str, sha256: str) -> None:
     """Raises UserError if a run has another tokenizer: its embeddings are of other tokens."""
-    file = find_tokenizer(directory)
+    file = find_tokenizer(buckets.open_folder(directory))
     if file is not None and hashlib.sha256(file.read_bytes()).hexdigest() != sha256:
         raise UserError(f"train.init_from: another tokenizer; set data.tokenizer.path={file}")
 
@@ -69,11 +70,7 @@ def _source(directory: Path, mesh: Mesh) -> tuple[Mapping, Callable[[str], jax.A
         run = load_trained(directory, load_config(directory), mesh, "train.init_from")
         flat = flatten(run.params)
         places = where(run.config.model, flat)
-
-        def fetch(name: str) -> jax.Array:
-            path, index = places[name]
-            return part(flat[path], index)
-
+        fetch = lambda name: part(flat[places[name][0]], places[name][1])
         return layer_shapes(run.config.model, flat), fetch
     check_source(str(directory))
     shapes, read = open_hf(directory)
@@ -102,10 +99,9 @@ def _match(train: TrainConfig, targets: Mapping, sources: Mapping) -> set[str]:
     matches = lambda name, patterns: any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
     new = {name for name in targets if matches(name, train.init_new)}
     dropped = {name for name in sources if matches(name, train.init_drop)}
-    source = train.init_from
     if missing := sorted(targets.keys() - sources.keys() - new):
-        way_out = "list these in train.init_new to initialize them anew"
-        raise UserError(f"train.init_from: {source} has no {listed(missing, 4)}; {way_out}")
+        hint = "list these in train.init_new to initialize them anew"
+        raise UserError(f"train.init_from: {train.init_from} has no {listed(missing, 4)}; {hint}")
     if surplus := sorted(sources.keys() - targets.keys() - dropped):
         problem = f"this model has no parameter {listed(surplus, 4)}"
         raise UserError(f"train.init_from: {problem}; list these in train.init_drop to ignore them")

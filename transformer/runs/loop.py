@@ -11,6 +11,7 @@ from pathlib import Path
 
 import jax
 
+from transformer import buckets
 from transformer.config import Experiment
 from transformer.files import disk_errors
 from transformer.parallel.mesh import start, use
@@ -22,7 +23,7 @@ from transformer.runs.run import begin
 def train(config: Experiment, workdir: str | os.PathLike, verbose: bool = False) -> int:
     """Trains in `workdir`, or resumes the run. Returns the number of completed steps: less than
     `train.steps` after SIGTERM or Ctrl-C. `verbose` prints more details before the first step."""
-    workdir = Path(workdir)
+    workdir = buckets.open_folder(workdir)
     on_mesh = lambda: use(start(config.platform, config.mesh))
     with disk_errors(workdir), on_mesh() as mesh, rundir.locked([workdir]):
         run = begin(config, workdir, mesh, verbose=verbose)

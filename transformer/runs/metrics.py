@@ -2,7 +2,6 @@
 
 import contextlib
 import hashlib
-import io
 import json
 import math
 import os
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import jax
 
+from transformer import buckets
 from transformer.errors import UserError
 from transformer.files import read_bytes, write_atomic
 from transformer.output import elapsed, human_time, human_tokens
@@ -32,10 +32,8 @@ class MetricsLog:
         self._last = {name: line["step"] for line in lines for name in line}
         self._board = self._wandb = None
         if not writes:
-            self._file = io.StringIO()
             return
         write_atomic(self._path, "".join(json.dumps(line) + "\n" for line in lines))
-        self._file = self._path.open("a")
         if tensorboard:
             from transformer.runs.tensorboard import EventFile
 
@@ -43,7 +41,7 @@ class MetricsLog:
         if wandb:
             import wandb as client
 
-            digest = hashlib.sha256(str(workdir.resolve()).encode()).hexdigest()
+            digest = hashlib.sha256(buckets.shown(workdir.resolve()).encode()).hexdigest()
             run = {"name": workdir.name, "id": digest[:16], "dir": str(workdir)}
             self._wandb = client.init(project=wandb, config=config, resume="allow", **run)
 
@@ -53,8 +51,10 @@ class MetricsLog:
 
     def write(self, step: int, **values: float) -> None:
         self._last |= dict.fromkeys(values, step)
-        self._file.write(json.dumps({"step": step} | values) + "\n")
-        self._file.flush()
+        if not self._writes:
+            return
+        with self._path.open("a") as file:  # anew: the log of a bucket may have been replaced
+            file.write(json.dumps({"step": step} | values) + "\n")
         numbers = {name: value for name, value in values.items() if isinstance(value, (int, float))}
         if self._board:
             for name, value in numbers.items():
@@ -75,7 +75,6 @@ class MetricsLog:
 
     def close(self) -> None:
         """Closes all outputs and plots the losses."""
-        self._file.close()
         if self._board:
             self._board.close()
         if self._wandb:

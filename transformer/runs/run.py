@@ -9,7 +9,7 @@ import io
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,6 +18,7 @@ import optax
 from flax import linen as nn
 from jax.sharding import Mesh
 
+from transformer import buckets
 from transformer.claims import Claim
 from transformer.config import Experiment
 from transformer.data.batching import Stream
@@ -85,14 +86,17 @@ class Run:
                     self.recorder.flush()
             all_arrive = error_type is None or issubclass(error_type, Diverged)
             if all_arrive or jax.process_count() == 1:  # closing needs all processes
-                self.checkpoints.close(prune=error_type is None)
+                with self._saving():
+                    self.checkpoints.close(prune=error_type is None)
         finally:
             self.progress.close()
             self.log.close()
-        if is_first() and all_arrive:
-            rundir.amend(self.workdir, goodput=self.recorder.goodput.record())
-        if error_type is None:
+        if all_arrive:
+            if is_first():
+                rundir.amend(self.workdir, goodput=self.recorder.goodput.record())
+                buckets.sync(self.workdir)
             barrier("end of the run")
+            buckets.sync(self.workdir)  # on the other machines
 
     def saving_due(self) -> bool:
         return self._due(self.config.train.checkpoint_every)
@@ -129,13 +133,21 @@ class Run:
         optimizer = build_optimizer(config.optimizer, train.steps, config.model)
         return Subject(config, self.text.data, "valid", mesh, train.eval_batches, optimizer)
 
+    @contextlib.contextmanager
+    def _saving(self) -> Iterator[None]:
+        """Adds the time of its body, in which training waits, to that of saving."""
+        began = time.perf_counter()
+        yield
+        self.recorder.goodput.saving += time.perf_counter() - began
+
     def save(self) -> None:
         """Saves a checkpoint with the position in the data and the open logging interval."""
-        with self.recorder.untimed():
+        with self.recorder.untimed(), self._saving():
             if is_first():
                 Claim(self.workdir / rundir.LOCK).check()
             loop = {"data_step": self.step, "window": dict(self.recorder.window)}
             loop["text_sha256"] = self.text.data.meta["train"]["sha256"]
+            buckets.sync(self.workdir)  # a checkpoint in a bucket has the metrics before it
             self.checkpoints.save(self.state, self.step, loop, layout(self.config.model))
 
 
@@ -212,7 +224,9 @@ def check(config: Experiment, workdir: Path, mesh: Mesh) -> Program:
     abstract, shardings = abstract_state(config, model, optimizer, mesh)
     held = "parameters, optimizer statistics and gradients"
     check_memory((abstract, abstract.params), mesh, held)
-    check_disk_space(workdir.absolute(), size(abstract), "a checkpoint")
+    buckets.check_bucket(workdir)
+    if buckets.url_of(workdir) is None:
+        check_disk_space(workdir.absolute(), size(abstract), "a checkpoint")
     return Program(config, mesh, model, optimizer, abstract, shardings)
 
 
@@ -259,7 +273,9 @@ def record_run(
     origin["trained_together"] = together
     if is_first():
         rundir.record_start(workdir, config, mesh, data.tokenizer, origin)
+        buckets.sync(workdir)
     barrier("writing of the run directory")
+    buckets.sync(workdir)  # on the other machines
     if not (workdir / "config.json").exists():
         problem = f"cannot see the files that process 0 wrote to {workdir}; use a shared folder"
         raise UserError(f"workdir: process {jax.process_index()} {problem}")

@@ -17,6 +17,7 @@ import jax
 from flax.traverse_util import flatten_dict
 from jax.sharding import Mesh
 
+from transformer import buckets
 from transformer.claims import Claim, holding
 from transformer.config import Experiment
 from transformer.data.tokenizer import FILES, Tokenizer, find_tokenizer
@@ -90,9 +91,14 @@ def locked(workdirs: Sequence[Path]) -> Iterator[None]:
                 error = e
         if max_over_processes(int(error is not None)):
             raise error or UserError("workdir: process 0 could not lock it; see its log")
+        for workdir in workdirs:
+            buckets.sync(workdir)  # what another machine wrote before it released the claim
         try:
             yield
         finally:
+            with contextlib.suppress(UserError):  # the last synchronization raises it
+                for workdir in workdirs:
+                    buckets.sync(workdir)  # before another machine continues
             claims.close()
             for workdir in workdirs if is_first() else ():
                 with contextlib.suppress(OSError):
@@ -102,9 +108,15 @@ def locked(workdirs: Sequence[Path]) -> Iterator[None]:
 def check_folder(workdir: Path) -> None:
     """Raises UserError if `workdir` cannot be a run directory."""
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(workdir)):  # Path turns :// into :/
-        raise UserError(f"workdir: {workdir} is not a local folder; only data may be on gs://")
+        raise UserError(
+            f"workdir: {workdir} is not a folder; use a local one, or gs://BUCKET/FOLDER"
+        )
     if workdir.exists() and not workdir.is_dir():
         raise UserError(f"workdir: {workdir} is a file; choose a folder")
+    manifest = read_manifest(workdir) if (workdir / "manifest.json").exists() else {}
+    if manifest and buckets.url_of(workdir) and "gs://" not in str(manifest.get("workdir")):
+        problem = f"{workdir} was written as a folder, and its checkpoints cannot be read here"
+        raise UserError(f"workdir: {problem}; mount the bucket and continue in that folder")
 
 
 def is_converted(workdir: Path) -> bool:
@@ -180,11 +192,11 @@ def record_start(
         "versions": {name: importlib.metadata.version(name) for name in _PACKAGES},
         "devices": [str(d.device_kind) for d in mesh.devices.flat],
         "platform": mesh.devices.flat[0].platform, "processes": jax.process_count(),
-        "mesh": dict(mesh.shape), **origin,
+        "mesh": dict(mesh.shape), "workdir": buckets.shown(workdir.absolute()), **origin,
     }  # fmt: skip
     if tokenizer is not None:
         for name in FILES.values():  # from an earlier start with another config
-            (workdir / name).unlink(missing_ok=True)
+            buckets.delete(workdir / name)
         write_atomic(workdir / tokenizer.name, tokenizer.content)
         manifest["tokenizer_sha256"] = tokenizer.sha256
     file, manifest["earlier_starts"] = workdir / "manifest.json", []

@@ -2,5 +2,4 @@
 
 The docstring of a file is its help: one line, then the details. The file defines
 `arguments(parser)` and `run()`, which takes the arguments and overrides and returns an exit code.
-Slow imports are inside `run()`.
-"""
+Slow imports are inside `run()`."""

@@ -4,16 +4,18 @@ import argparse
 import sys
 from pathlib import Path
 
+from transformer import buckets
 from transformer.errors import UserError
 
 
 def folder(text: str) -> Path:
-    """Parses an argument that names a folder."""
+    """Parses an argument that names a local folder, or one in a bucket (gs://)."""
     if not text.strip():
         raise argparse.ArgumentTypeError("empty; name a folder")
-    if "://" in text:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a local folder; mount the bucket")
-    return Path(text)
+    try:
+        return buckets.local_path(text)
+    except UserError as e:
+        raise argparse.ArgumentTypeError(str(e)) from None
 
 
 def open_run(args, overrides):

@@ -5,11 +5,11 @@ self-contained file), report.md, tables as *.csv, figures/*.png and *.pdf. The r
 what the confidence intervals over seeds support.
 
   python -m transformer compare runs/ablation
-  python -m transformer compare runs/a runs/b --metric=test/bits_per_byte
-"""
+  python -m transformer compare runs/a runs/b --metric=test/bits_per_byte"""
 
 import sys
 
+from transformer import buckets
 from transformer.errors import UserError
 from transformer.verbs.common import folder
 
@@ -39,5 +39,5 @@ def run(args, overrides) -> int:
     for line in verdict.results.left_out:
         print(f"left out: {line}", file=sys.stderr)
     print(*verdict.sentences, sep="\n")
-    print(f"report: {page}", file=sys.stderr)
+    print(f"report: {buckets.shown(page)}", file=sys.stderr)
     return 0

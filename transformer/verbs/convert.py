@@ -8,12 +8,11 @@ The tokenizer is converted, too.
   python -m transformer convert --workdir=runs/gpt2 --to=EXPORTED
 
   --config.model.scan_layers=False and other --config.model.* and --config.mesh.* change how the
-  converted model is run.
-"""
+  converted model is run."""
 
 import sys
-from pathlib import Path
 
+from transformer import buckets
 from transformer.errors import UserError
 from transformer.files import read_json
 from transformer.verbs.common import folder, open_run
@@ -24,9 +23,9 @@ def arguments(parser) -> None:
     add("--workdir", required=True, type=folder, metavar="DIR", help="the run directory")
     direction = parser.add_mutually_exclusive_group(required=True).add_argument
     source = "create the run directory DIR from this folder (config.json, safetensors)"
-    direction("--from", dest="source", type=Path, metavar="HF_DIR", help=source)
+    direction("--from", dest="source", type=folder, metavar="HF_DIR", help=source)
     target = "export the run in DIR to this folder, in the format of Transformers"
-    direction("--to", type=Path, metavar="HF_DIR", help=target)
+    direction("--to", type=folder, metavar="HF_DIR", help=target)
     family = "with --to: gpt2, t5, ...; default: the first that fits"
     add("--family", metavar="MODEL_TYPE", help=family)
 
@@ -58,6 +57,7 @@ def run(args, overrides) -> int:
     config = from_hf(args.source, args.workdir, overrides)
     generates = config.model.family != "encoder" and find_tokenizer(args.workdir) is not None
     further = "generate --workdir=" if generates else "train --config=... --config.train.init_from="
-    command = f"python -m transformer {further}{args.workdir}"
-    print(f"{args.workdir}: created; next: {command}", file=sys.stderr)
+    workdir = buckets.shown(args.workdir)
+    command = f"python -m transformer {further}{workdir}"
+    print(f"{workdir}: created; next: {command}", file=sys.stderr)
     return 0

@@ -20,8 +20,7 @@ Started again, it continues. The experiment then reads the folder:
 
 Compares the shards of a folder with their checksums:
 
-  python -m transformer data verify --output=FOLDER
-"""
+  python -m transformer data verify --output=FOLDER"""
 
 import dataclasses
 import shlex

@@ -1,12 +1,12 @@
 """`evaluate`: evaluate a run on its held-out text: loss, perplexity, BLEU, chrF, bits per byte.
 
 Evaluate a run on its held-out text. Or evaluate it on tasks of EleutherAI's lm-evaluation-harness
-(extra [eval]), whose results are written to tasks.json in the run directory.
-"""
+(extra [eval]), whose results are written to tasks.json in the run directory."""
 
 import sys
 from pathlib import Path
 
+from transformer import buckets
 from transformer.errors import UserError
 from transformer.output import BOLD, event, styled
 from transformer.verbs.common import folder
@@ -47,7 +47,7 @@ def run(args, overrides) -> int:
         print(styled(line, BOLD, sys.stdout) if name == headline else line)
     if len(summary) < len(metrics) and is_first():
         omitted = len(metrics) - len(summary)
-        print(f"and {omitted:,} values by layer: {args.workdir / args.part}.json")
+        print(f"and {omitted:,} values by layer: {buckets.shown(args.workdir / args.part)}.json")
     return 0
 
 

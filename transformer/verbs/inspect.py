@@ -9,13 +9,13 @@ self-contained HTML page.
       --target="¿Dónde está la biblioteca?"
 
 Without --text, the command prompts for a text or reads standard input. The decoder of an
-encoder-decoder reads the model's own translation unless --target is set.
-"""
+encoder-decoder reads the model's own translation unless --target is set."""
 
 import sys
 import textwrap
 from pathlib import Path
 
+from transformer import buckets
 from transformer.errors import UserError
 from transformer.files import write_atomic
 from transformer.verbs.common import ask, check_text, folder, open_run, read_lines
@@ -54,7 +54,7 @@ def run(args, overrides) -> int:
         trained = load_trained(args.workdir, config, mesh)
         view = inspection.observe_text(trained, mesh, text, args.target)
     about, start = [f"Step {trained.step:,} of {trained.workdir}."], textwrap.shorten(text, 60)
-    title = f"Token losses, predictions and attention of {args.workdir} on: {start}"
+    title = f"Token losses, predictions and attention of {buckets.shown(args.workdir)} on: {start}"
     write_atomic(output, inspection.page(view, title, about))
     print(f"page: {output}", file=sys.stderr)
     return 0

@@ -18,8 +18,7 @@ the plan suggests changes.
   pip install -e '.[tpu]'; no TPU is needed.
   GPUs by number (a100:8, h100:64, h200:8, b200:8), and cpu:8. Their programs are compiled for
   simulated devices: the collectives and the memory of parameters, optimizer state and inputs are
-  those of the machine; temporaries and memory traffic are those of the CPU compiler.
-"""
+  those of the machine; temporaries and memory traffic are those of the CPU compiler."""
 
 import sys
 from pathlib import Path

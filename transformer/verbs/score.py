@@ -1,8 +1,7 @@
 """`score`: compute the log-probability of given text, line by line.
 
 Compute the log-probability of each line under a decoder. Each output line has the sum in nats, the
-number of tokens and the text, separated by tabs. The last line on standard error has the totals.
-"""
+number of tokens and the text, separated by tabs. The last line on standard error has the totals."""
 
 import math
 import sys

@@ -18,12 +18,12 @@ trains each arm with its best values, and with those of the file. --untuned does
 
 Runs that differ only in numbers (seed, learning rate, weight decay, warm-up, b2, dropout) are
 trained as one program. On a pod, start this command on every host. Each run then uses all chips,
-one run after another.
-"""
+one run after another."""
 
 import argparse
 import sys
 
+from transformer import buckets
 from transformer.errors import UserError
 from transformer.verbs.common import folder
 
@@ -78,6 +78,9 @@ def run(args, overrides) -> int:
             barrier("the sweep is built")
             if is_first:
                 study.write()
+                buckets.sync(args.workdir)
+            barrier("the sweep is written")
+            buckets.sync(args.workdir)  # on the other machines
             return 0
     elif args.config:
         prepare.prepare_in_subprocess(args.config, args.workdir, overrides)
@@ -93,7 +96,7 @@ def run(args, overrides) -> int:
     if code == 143:
         log("stopped; the same command resumes")
     elif code == 0:
-        log(f"next: python -m transformer compare {args.workdir}")
+        log(f"next: python -m transformer compare {buckets.shown(args.workdir)}")
     return code
 
 

@@ -11,11 +11,11 @@ command with the same --workdir resumes at the last checkpoint, bit for bit.
                               or an option: --config.model.position.theta=500000
 
 The run directory contains config.json, manifest.json (versions, hashes, devices), metrics.jsonl,
-tensorboard/, checkpoints/, tokenizer.model and loss.png.
-"""
+tensorboard/, checkpoints/, tokenizer.model and loss.png."""
 
 import sys
 
+from transformer import buckets
 from transformer.output import count
 from transformer.verbs.common import folder
 
@@ -40,8 +40,9 @@ def run(args, overrides) -> int:
         stopped = f"stopped at step {done:,} of {config.train.steps:,}"
         print(f"{stopped}; the same command resumes the run", file=sys.stderr)
         return 143
-    command = f"python -m transformer evaluate --workdir={args.workdir}"
+    workdir = buckets.shown(args.workdir)
+    command = f"python -m transformer evaluate --workdir={workdir}"
     print(f"trained {count(done, 'step')}; next: {command}", file=sys.stderr)
     if config.train.tensorboard:
-        print(f"curves: tensorboard --logdir={args.workdir}/tensorboard", file=sys.stderr)
+        print(f"curves: tensorboard --logdir={workdir}/tensorboard", file=sys.stderr)
     return 0
