@@ -2,17 +2,24 @@
 
 Objects are written as a whole, read (also in part), listed, moved one by one and deleted, each
 under a generation precondition if the request has one. They cannot be appended to, and there are no
-folders. gcsfs, google-cloud-storage and TensorStore find the server by environment variables."""
+folders. gcsfs, google-cloud-storage and TensorStore find the server by environment variables.
+
+The fixtures `gcs` and `machine` are for the tests of buckets."""
 
 import http.server
 import itertools
 import json
 import re
+import socket
 import sys
 import threading
 import time
 import urllib.parse
 from typing import NamedTuple
+
+import pytest
+
+from transformer import buckets
 
 OBJECT = re.compile(r"(/upload|/download)?/storage/v1/b/([^/]+)(?:/o(?:/(.*))?)?")
 
@@ -178,3 +185,38 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self.objects[name] = Stored(content, next(self.gcs.generations), time.time())
             self.answer(200, self.describe(name))
         return None
+
+
+@pytest.fixture(scope="module")
+def server():
+    return FakeGCS("bucket")
+
+
+@pytest.fixture
+def gcs(server, monkeypatch):
+    for name, value in server.environment().items():
+        monkeypatch.setenv(name, value)
+    yield server
+    server.refuse = None
+    _leave()
+
+
+def _leave() -> None:
+    """Ends the work on all mirrors without a last synchronization."""
+    while buckets._opened:
+        buckets._opened.popitem()[1].set()
+
+
+@pytest.fixture
+def machine(gcs, tmp_path, monkeypatch):
+    """Returns a function that turns this process into one of another machine."""
+
+    def become(name: str, *, known=False) -> None:
+        """With `known`, the machine has the host name of this one, as child processes expect."""
+        _leave()
+        (tmp_path / name).mkdir(exist_ok=True)
+        monkeypatch.setenv("TRANSFORMER_DATA", str(tmp_path / name))
+        if not known:
+            monkeypatch.setattr(socket, "gethostname", lambda: name)
+
+    return become

@@ -31,7 +31,7 @@ def scaled(multiplier: float) -> Law:
     """Returns a law that reaches the loss of BASE at C with C / multiplier."""
     root = multiplier**0.5
     A, B = BASE.A * root**-BASE.alpha, BASE.B * root**-BASE.beta
-    return dataclasses.replace(BASE, A=A, B=B)
+    return BASE._replace(A=A, B=B)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -33,8 +33,8 @@ def test_verdict_agrees_with_confidence_intervals(tmp_path):
         judged.sentences[0],
     )
     assert a.value.half > 0.1 > b.to_baseline.mean.half, "pairing narrows the interval"
-    higher = dataclasses.replace(
-        judged.results, sweep=dataclasses.replace(judged.results.sweep, higher_is_better=True)
+    higher = judged.results._replace(
+        sweep=dataclasses.replace(judged.results.sweep, higher_is_better=True)
     )
     assert (
         verdict.derive_verdict(higher).sentences[0].startswith("b is better than a: its test/loss")

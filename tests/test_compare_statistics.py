@@ -1,6 +1,5 @@
 """The statistics of a comparison: means, paired differences, and corrected p values."""
 
-import dataclasses
 import math
 
 import numpy as np
@@ -59,7 +58,7 @@ def test_false_positive_rate_against_the_best_arm_is_bounded(arms):
 def test_holm_controls_the_family_wise_error_rate():
     """With many comparisons of equal arms, about one study in twenty detects a difference."""
     differences = {
-        name: dataclasses.replace(difference({0: 1.0, 1: 2.0}, {0: 0.0, 1: 0.5}), p=p)
+        name: difference({0: 1.0, 1: 2.0}, {0: 0.0, 1: 0.5})._replace(p=p)
         for name, p in zip("abcd", (0.01, 0.04, 0.03, math.nan), strict=True)
     }
     assert {name: versus.p for name, versus in corrected(differences).items() if name != "d"} == {

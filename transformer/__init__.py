@@ -39,18 +39,13 @@ if TYPE_CHECKING:
 _MODULES = {
     "transformer.api": ("LoadedRun", "embed", "evaluate", "generate", "load_run", "score", "train"),
     "transformer.config": ("Experiment", "ModelConfig"),
-    "transformer.config_io": ("load_experiment",),
-    "transformer.convert": ("load_hf", "save_hf"),
-    "transformer.data.objectives": ("OBJECTIVES",),
-    "transformer.decoding.beam": ("beam_search",),
-    "transformer.decoding.sampling": ("sample",),
-    "transformer.errors": ("UserError",),
-    "transformer.evaluation.evaluators": ("EVALUATORS",),
-    "transformer.lab.ladder": ("ladder",),
+    "transformer.config_io": ("load_experiment",), "transformer.convert": ("load_hf", "save_hf"),
+    "transformer.data.objectives": ("OBJECTIVES",), "transformer.decoding.beam": ("beam_search",),
+    "transformer.decoding.sampling": ("sample",), "transformer.errors": ("UserError",),
+    "transformer.evaluation.evaluators": ("EVALUATORS",), "transformer.lab.ladder": ("ladder",),
     "transformer.model.architectures": ("architecture",),
     "transformer.model.feed_forwards.base": ("FEED_FORWARDS",),
-    "transformer.model.mixers.base": ("MIXERS",),
-    "transformer.model.network": ("build_model",),
+    "transformer.model.mixers.base": ("MIXERS",), "transformer.model.network": ("build_model",),
     "transformer.model.placements": ("PLACEMENTS", "Placement"),
     "transformer.model.positions": ("SCHEMES", "Position"),
     "transformer.sweeps": ("Sweep", "arms", "chain", "product", "scan", "tuned", "vary", "zipped"),
@@ -58,7 +53,7 @@ _MODULES = {
     "transformer.training.optimizers": ("OPTIMIZERS",),
     "transformer.training.state": ("TrainState", "abstract_state", "init_state"),
     "transformer.training.step": ("make_train_step",),
-}
+}  # fmt: skip
 """Module -> the public names that it defines. A module is imported when one of its names is first
 used: importing JAX and Flax takes a second, and `python -m transformer --help` needs neither."""
 

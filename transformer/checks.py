@@ -53,8 +53,7 @@ def _check_numbers(section: str, config, fields, is_large_enough, too_small: str
 def at_most(section: str, config, maximum, **why: str) -> None:
     """Raises UserError if a field of `config` exceeds `maximum`. `why` maps fields to reasons."""
     for field, reason in why.items():
-        x = getattr(config, field)
-        if x > maximum:
+        if (x := getattr(config, field)) > maximum:
             raise UserError(f"{section}.{field}: {x:,} is too large; at most {maximum:,}: {reason}")
 
 
@@ -67,8 +66,7 @@ def in_unit_interval(section: str, config, *fields: str) -> None:
             raise UserError(f"{section}.{field}: {value} must lie in [0, 1){rounded}")
 
 
-@dataclasses.dataclass(frozen=True)
-class Effect:
+class Effect(typing.NamedTuple):
     """The condition under which fields have an effect. `when(config)` returns whether `fields` have
     an effect. `needs` describes the condition as settings, such as "model.norm='layernorm'", or
     gives the reason: "because ...". Fields of nested configs are dotted."""

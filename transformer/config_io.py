@@ -1,7 +1,6 @@
 """Reads experiments and sweeps from files, and applies the overrides of the command line."""
 
 import contextlib
-import dataclasses
 import importlib.util
 import inspect
 import re
@@ -9,6 +8,7 @@ import traceback
 import types
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from ml_collections import ConfigDict
 
@@ -74,8 +74,7 @@ def load_arms(file: str, overrides: Mapping = NOTHING) -> tuple[Sweep, dict[str,
     return sweep, experiments
 
 
-@dataclasses.dataclass(frozen=True)
-class _File:
+class _File(NamedTuple):
     """An experiment file, an arm, and an argument for `get_config` and `sweep` if they take one."""
 
     path: Path

@@ -9,6 +9,11 @@ from collections.abc import Iterable
 LONGEST = 500
 """Maximum characters of a message. Longer ones lose the middle: field and fix are at the ends."""
 
+_TEMPORARY = {getattr(errno, name, None) for name in (
+    "EAGAIN", "EBUSY", "ECONNABORTED", "ECONNREFUSED", "ECONNRESET", "EHOSTUNREACH", "EIO",
+    "ENETDOWN", "ENETUNREACH", "ENOTCONN", "EPIPE", "EREMOTEIO", "ESTALE", "ETIMEDOUT",
+)} - {None}  # fmt: skip
+
 
 class UserError(ValueError):
     """An error that a user can fix, in a config, a file or a machine: one line that names a fix."""
@@ -28,12 +33,6 @@ class TemporaryError(UserError):
     """A fault of another process, a network or a disk, after which launchers start a run again."""
 
     exit_code = 1
-
-
-_TEMPORARY = {getattr(errno, name, None) for name in (
-    "EAGAIN", "EBUSY", "ECONNABORTED", "ECONNREFUSED", "ECONNRESET", "EHOSTUNREACH", "EIO",
-    "ENETDOWN", "ENETUNREACH", "ENOTCONN", "EPIPE", "EREMOTEIO", "ESTALE", "ETIMEDOUT",
-)} - {None}  # fmt: skip
 
 
 def from_os_error(error: OSError, message: str) -> UserError:

@@ -3,8 +3,7 @@
 Example:
 
     from transformer.harness import HarnessLM
-    results = lm_eval.simple_evaluate(HarnessLM("runs/lm_small"), tasks=["lambada_openai"])
-"""
+    results = lm_eval.simple_evaluate(HarnessLM("runs/lm_small"), tasks=["lambada_openai"])"""
 
 import dataclasses
 import json

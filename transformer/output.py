@@ -11,6 +11,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
+BOLD, RED = 1, 31  # styles of text on a terminal
+
 
 def open_closed_streams() -> None:
     """Opens the standard streams that were closed when this process began, on /dev/null. Otherwise
@@ -150,9 +152,6 @@ def with_unit(n: float, unit: str) -> str:
 def human_number(x: float) -> str:
     """Formats a number: 18.807 -> '18.81'; after divergence 1.2e304 -> '1.2e+304'."""
     return f"{x:,.2f}" if abs(x) < 1e6 else f"{x:.1e}"
-
-
-BOLD, RED = 1, 31  # styles of text on a terminal
 
 
 def styled(text: str, style: int, stream) -> str:

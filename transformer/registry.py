@@ -27,6 +27,8 @@ from transformer.errors import UserError
 from transformer.files import write_atomic
 
 C = TypeVar("C", bound=type)
+_files: dict[str, tuple[Path, set[str]]] = {}
+"""Hash -> (file, names), of the files outside this package that registered classes."""
 
 
 class Registry(Mapping[str, type]):
@@ -87,10 +89,6 @@ class Registry(Mapping[str, type]):
 
     def __repr__(self) -> str:
         return f"<registry of {self._field}: {', '.join(self)}>"
-
-
-_files: dict[str, tuple[Path, set[str]]] = {}
-"""Hash -> (file, names), of the files outside this package that registered classes."""
 
 
 def _record(file: str | None, name: str) -> str:

@@ -12,22 +12,19 @@ KINDS = {
     "perplexity": Kind("per token", False, True),
     # "tokens" is of synthetic tasks: probe/tokens
     **dict.fromkeys(("accuracy", "agrees", "tokens"), Kind("of tokens", True, True)),
-    "bits_per_byte": Kind("bits per byte", False, False),
-    "word_perplexity": Kind("per word", False, False),
-    "exact": Kind("of answers", True, False),
+    "bits_per_byte": Kind("bits per byte", False, False), "exact": Kind("of answers", True, False),
+    "word_perplexity": Kind("per word", False, False), "kl": Kind("nats", False, True),
     **dict.fromkeys(("bleu", "bleu_one_reference", "bleu_by_length"), Kind("BLEU", True, False)),
     **dict.fromkeys(("chrf", "chrf_one_reference"), Kind("chrF", True, False)),
     "labels_loss": Kind("nats per label", False, False),
     "labels_accuracy": Kind("of labels", True, False),
-    "kl": Kind("nats", False, True),
-}
+}  # fmt: skip
 """Part of a metric's name -> kind. Examples of names are test/bleu and test/lens/loss/003."""
 
 OF_LABELS = {
-    "loss": KINDS["labels_loss"],
-    "accuracy": KINDS["labels_accuracy"],
+    "loss": KINDS["labels_loss"], "accuracy": KINDS["labels_accuracy"],
     "perplexity": Kind("per label", False, False),
-}
+}  # fmt: skip
 """The kinds that apply instead if no tokens are predicted, as by a classifier."""
 
 BOUNDS = {

@@ -15,6 +15,14 @@ _EFFECTS = (
     Effect(("top_k", "top_p"), "sampling: decoding.temperature > 0", lambda c: c.temperature > 0),
 )
 
+_RANGES = {
+    **dict.fromkeys(("beam_size", "max_extra", "max_new", "batch_size"), (1, LARGEST, "")),
+    **dict.fromkeys(("length_penalty", "alpha"), (0.0, 100, ": above it, all beams score about 0")),
+    "temperature": (0.0, 100, ": above it, all tokens are about equally likely"),
+    "top_k": (0, LARGEST, ""), "top_p": (0.0, 1, ""),
+}  # fmt: skip
+"""Number -> (minimum, maximum, reason for the maximum). The minimum has the number's type."""
+
 
 @strict("decoding", _EFFECTS)
 @dataclasses.dataclass(frozen=True)
@@ -37,16 +45,6 @@ class DecodingConfig:
             fields = "decoding.beam_size and decoding.temperature"
             way_out = "set decoding.temperature to 0, or decoding.beam_size to 1"
             raise UserError(f"{fields}: beam search does not sample; {way_out}")
-
-
-_RANGES = {
-    **dict.fromkeys(("beam_size", "max_extra", "max_new", "batch_size"), (1, LARGEST, "")),
-    **dict.fromkeys(("length_penalty", "alpha"), (0.0, 100, ": above it, all beams score about 0")),
-    "temperature": (0.0, 100, ": above it, all tokens are about equally likely"),
-    "top_k": (0, LARGEST, ""),
-    "top_p": (0.0, 1, ""),
-}
-"""Number -> (minimum, maximum, reason for the maximum). The minimum has the number's type."""
 
 
 def check_numbers(section: str, **numbers) -> None:

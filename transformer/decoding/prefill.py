@@ -2,10 +2,9 @@
 
 Shape suffixes: B batch, S source length, P prompt length, V vocabulary."""
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -122,8 +121,7 @@ def advance(
     return logits[:, -1], memory.replace(cache=cache)
 
 
-@dataclasses.dataclass(frozen=True)
-class Ending:
+class Ending(NamedTuple):
     """Tokens that end a sequence (`eos_ids`), fill it afterwards, or are never generated."""
 
     eos_ids: tuple[int, ...]

@@ -9,10 +9,10 @@ Both have a paired t interval over seeds, and the p values of all effects of a g
 together (Holm 1979). A scan, such as one of the learning rate, has a best value, stable ranges and
 a sensitivity (Wortsman et al. 2023, arXiv:2309.14322): mean of min(loss, log V) - least loss."""
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,8 +27,7 @@ LEAST = 3  # values in a scan, at least
 CLOSE = 0.05  # distance of close values from the best mean, at most, relative to it
 
 
-@dataclasses.dataclass(frozen=True)
-class Effect:
+class Effect(NamedTuple):
     """The effect of a field, or the interaction of two."""
 
     changes: tuple[tuple[str, str, str], ...]  # fields with two values: (norm_placement, pre, post)
@@ -40,8 +39,7 @@ class Effect:
         return " x ".join(f"{short(field)}: {b} - {a}" for field, a, b in self.changes)
 
 
-@dataclasses.dataclass(frozen=True)
-class Cells:
+class Cells(NamedTuple):
     """The arms of a grid by the values of its fields, in the order of the fields."""
 
     fields: tuple[str, ...]
@@ -103,7 +101,7 @@ def effects_of(cells: Cells, without: Collection[str]) -> tuple[Effect, ...]:
         if settings >= 3 - len(changes):  # one setting is a difference from the baseline
             effects.append(Effect(changes, versus, at))
     tested = corrected({str(n): effect.versus for n, effect in enumerate(effects)})
-    return tuple(dataclasses.replace(x, versus=tested[str(n)]) for n, x in enumerate(effects))
+    return tuple(x._replace(versus=tested[str(n)]) for n, x in enumerate(effects))
 
 
 def short(field: str) -> str:
@@ -166,8 +164,7 @@ def tables(effects: Sequence[Effect]) -> list[list[list[str]]]:
     return [rows] if effects else []
 
 
-@dataclasses.dataclass(frozen=True)
-class Scan:
+class Scan(NamedTuple):
     """The metric at each value of a field, for one setting of the other fields."""
 
     field: str

@@ -30,6 +30,22 @@ from transformer.units import of_tokens
 
 Configs = Mapping[str, Experiment]  # arm -> its experiment
 
+SET_BY = {
+    "parameters": (), "flops": (), "attention": ("model.attention_backend",),
+    "data": ("data", "train.accumulate"),
+    "tokenizer": ("data.tokenizer", "data.corpus", "data.train", "model.vocab_size"),
+    "warmup": ("optimizer.warmup_steps", "optimizer.schedule"),
+}  # fmt: skip
+"""Fact -> the fields that set it. If a sweep varies one of them, it need not declare the fact."""
+
+SETS_PARAMETERS = ("norm_placement", "position")
+"""The fields of the model with parameters of their own: norms and gates, tables and biases. If a
+sweep varies one, these need no declaration. They are those that the model lacks with "none"."""
+
+SIZES = ("parameters", "flops")  # the facts that are matched by adjusting d_ff
+CLOSE = 0.01
+"""Relative tolerance of matched arms, within which the other fact of SIZES needs no declaration."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
@@ -48,25 +64,6 @@ class Facts:
     @property
     def flops_per_step(self) -> float:
         return self.flops * self.tokens
-
-
-SET_BY = {
-    "parameters": (),
-    "flops": (),
-    "attention": ("model.attention_backend",),
-    "data": ("data", "train.accumulate"),
-    "tokenizer": ("data.tokenizer", "data.corpus", "data.train", "model.vocab_size"),
-    "warmup": ("optimizer.warmup_steps", "optimizer.schedule"),
-}
-"""Fact -> the fields that set it. If a sweep varies one of them, it need not declare the fact."""
-
-SETS_PARAMETERS = ("norm_placement", "position")
-"""The fields of the model with parameters of their own: norms and gates, tables and biases. If a
-sweep varies one, these need no declaration. They are those that the model lacks with "none"."""
-
-SIZES = ("parameters", "flops")  # the facts that are matched by adjusting d_ff
-CLOSE = 0.01
-"""Relative tolerance of matched arms, within which the other fact of SIZES needs no declaration."""
 
 
 @functools.lru_cache(maxsize=64)

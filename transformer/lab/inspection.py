@@ -8,6 +8,7 @@ import html
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,18 +39,15 @@ INSIDE = Path(__file__).with_name("inspect.css").read_text()
 SCRIPT = Path(__file__).with_name("inspect.js").read_text()
 
 CAPTIONS = {
-    "entropy": "entropy of the weights (nats)",
-    "sink": "weight on the first token",
-    "distance": "mean distance (tokens)",
-    "previous": "weight on the previous token",
+    "entropy": "entropy of the weights (nats)", "sink": "weight on the first token",
+    "distance": "mean distance (tokens)", "previous": "weight on the previous token",
     "logit": "largest logit",
-}
+}  # fmt: skip
 
 SIZES = {"stream": "RMS of the residual stream", "branch": "branch RMS / residual stream RMS"}
 
 
-@dataclasses.dataclass(frozen=True)
-class Map:
+class Map(NamedTuple):
     """Attention weights and statistics of the heads of one kind of attention."""
 
     name: str  # "decoder self_attention", for example
@@ -60,8 +58,7 @@ class Map:
     numbers: dict[str, np.ndarray]  # model/attention_statistics.py: entropy, ..., each [L, N]
 
 
-@dataclasses.dataclass(frozen=True)
-class View:
+class View(NamedTuple):
     """Everything that the page of one text shows."""
 
     text: str

@@ -3,8 +3,7 @@
 L is a loss in nats, N the number of parameters and D that of training tokens. A and alpha, and B
 and beta, are nearly collinear: compare arms by what their laws predict, and never by A or B."""
 
-import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy.optimize import minimize
@@ -15,8 +14,7 @@ DELTA = 1e-3  # the residual of log L above which the Huber loss is linear
 CONDITION = 3000.0  # largest condition number of an identified law; Hoffmann et al.: 220
 
 
-@dataclasses.dataclass(frozen=True)
-class Cost:
+class Cost(NamedTuple):
     """Training FLOPs per token as a power law c N^m, which also holds with attention and
     unembedding. These dominate small models."""
 
@@ -30,8 +28,7 @@ class Cost:
         return cls(float(np.exp(log_c)), float(m))
 
 
-@dataclasses.dataclass(frozen=True)
-class Law:
+class Law(NamedTuple):
     """The parameters of a law: numbers, or arrays with one entry for each of several laws."""
 
     E: Any

@@ -10,11 +10,11 @@ instead of runs, nominal 95 % intervals covered 74 %. E, A and alpha take up thr
 freedom, so residuals of R runs are scaled by sqrt(R / (R - 3)), and quantiles by the ratio of
 Student's t with R - 3 degrees to the normal. `profile` checks it, and `make coverage` both."""
 
-import dataclasses
 import functools
 import itertools
 import math
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import numpy as np
 from scipy import optimize, stats
@@ -25,8 +25,7 @@ from transformer.lab.statistics import LEVEL
 Run = tuple[str, int]  # name of a size, and seed
 
 
-@dataclasses.dataclass(frozen=True)
-class Points:
+class Points(NamedTuple):
     """Losses of an arm. Arrays are [runs, budgets]."""
 
     runs: tuple[Run, ...]
@@ -41,8 +40,7 @@ class Points:
         return Points(tuple(runs), self.N[i], self.D[i], self.C[i], self.loss[i])
 
 
-@dataclasses.dataclass(frozen=True)
-class Estimate:
+class Estimate(NamedTuple):
     """A number and its 95 % interval."""
 
     value: float
@@ -54,8 +52,7 @@ class Estimate:
         return Estimate(*(math.exp(min(x, 700.0)) for x in (self.value, self.low, self.high)))
 
 
-@dataclasses.dataclass(frozen=True)
-class Fit:
+class Fit(NamedTuple):
     """The law of an arm, the laws of resampled studies, and residuals of log L: [runs, budgets]."""
 
     points: Points
@@ -74,8 +71,7 @@ def log_multiplier(base: Law, arm: Law, C: float, base_cost: Cost, arm_cost: Cos
     return np.where((above > 0) & ~np.isnan(logs), logs, np.inf)
 
 
-@dataclasses.dataclass(frozen=True)
-class Scaling:
+class Scaling(NamedTuple):
     """Laws of several arms."""
 
     fits: Mapping[str, Fit]

@@ -100,8 +100,6 @@ def describe_runs(study: Study, shard: tuple[int, int], max_group: int) -> str:
     for n, unit in enumerate(share_of(study, shard, max_group), 1):
         names = ", ".join(run.name + state[run.name] for run in unit)
         lines.append(f"{n:>3}. {names}{'  together' if len(unit) > 1 else ''}")
-    if shard[1] > 1:
-        lines.append(f"for machine {shard[0]}; the other {shard[1] - 1} run the rest")
-    if finished:
-        lines.append(f"finished: {', '.join(finished)}")
+    lines += [f"for machine {shard[0]}; the other {shard[1] - 1} run the rest"] * (shard[1] > 1)
+    lines += [f"finished: {', '.join(finished)}"] * bool(finished)
     return "\n".join(lines) + "\n"

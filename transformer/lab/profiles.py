@@ -1,9 +1,9 @@
 """Profiles: metrics that evaluators measure at several lengths, layers or positions, by arm."""
 
-import dataclasses
 import math
 import re
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import numpy as np
 
@@ -12,24 +12,6 @@ from transformer.evaluation.evaluators.base import measures
 from transformer.lab.results import Arm, Results, RunResult
 from transformer.lab.statistics import Mean, mean
 from transformer.units import bounds
-
-
-@dataclasses.dataclass(frozen=True)
-class Profile:
-    """A metric as a function of a length, layer or position: means over seeds for each arm."""
-
-    name: str
-    caption: str
-    x_label: str
-    y_label: str
-    log: str  # the axes with a logarithmic scale: "x", "y", "xy", ""
-    lines: Mapping[str, Mapping[int, Mean]]  # arm -> place -> mean over seeds
-    evaluator: str  # its registered name
-
-    @property
-    def places(self) -> list[int]:
-        return sorted({place for line in self.lines.values() for place in line})
-
 
 NATS, TOKENS = "loss (nats per token)", "tokens per sequence"
 WHEN = {"first": "before the first step", "last": "at the end"}
@@ -80,6 +62,22 @@ PROFILES = {
 }  # fmt: skip
 """Name -> (caption, pattern of the metrics, x label, y label, which log line to use ("first" or
 "last"), axes with a logarithmic scale). The evaluators of train.evaluators log the metrics."""
+
+
+class Profile(NamedTuple):
+    """A metric as a function of a length, layer or position: means over seeds for each arm."""
+
+    name: str
+    caption: str
+    x_label: str
+    y_label: str
+    log: str  # the axes with a logarithmic scale: "x", "y", "xy", ""
+    lines: Mapping[str, Mapping[int, Mean]]  # arm -> place -> mean over seeds
+    evaluator: str  # its registered name
+
+    @property
+    def places(self) -> list[int]:
+        return sorted({place for line in self.lines.values() for place in line})
 
 
 def profiles(results: Results) -> list[Profile]:

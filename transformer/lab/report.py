@@ -1,7 +1,6 @@
 """Writes a verdict as files: an HTML page, Markdown, CSV tables, and figures as PNG and PDF."""
 
 import csv
-import dataclasses
 import hashlib
 import html
 import io
@@ -31,7 +30,7 @@ def judge(
 
     def verdict_of(folder: Path | None) -> Verdict:
         read = results.read([folder] if folder else folders, metric, baseline, higher_is_better)
-        return derive_verdict(dataclasses.replace(read, folders=tuple(folders)))
+        return derive_verdict(read._replace(folders=tuple(folders)))
 
     more, tuned = [], folders[0] / "tuned"
     if len(folders) == 1 and any(tuned.glob("*/seed-*/metrics.jsonl")):
@@ -40,12 +39,12 @@ def judge(
         tuning = Tuning(study.sweep, search(study)[0], verdict, untuned)
         answer, *rest = verdict.sentences
         sentences = (f"With each arm tuned: {answer}", *tuning.sentences, *rest)
-        verdict, more = dataclasses.replace(verdict, sentences=sentences), [tuning.section()]
+        verdict, more = verdict._replace(sentences=sentences), [tuning.section()]
     else:
         verdict = verdict_of(None)
     if scaling := report_scaling.section(verdict.results):
         more, answer = [scaling, *more], scaling.lines[:1] or verdict.sentences[:1]
-        verdict = dataclasses.replace(verdict, sentences=(*answer, *verdict.sentences[1:]))
+        verdict = verdict._replace(sentences=(*answer, *verdict.sentences[1:]))
     return verdict, more
 
 

@@ -18,6 +18,31 @@ from transformer.output import human_count, human_tokens
 from transformer.parallel.sharding import format_bytes
 from transformer.units import bounds
 
+# What manifests record about the conditions of a measurement.
+CONDITIONS = ("host", "devices", "mesh", "processes", "versions", "commit", "trained_together")
+FREE = 0.05, 0.5  # the share of a host's cores, and cores, that other processes may use
+PLACES = 9  # columns in the table of a profile, at most; profiles.csv contains all places
+SCANNED = (
+    "Sensitivity (Wortsman et al. 2023) is the mean loss over all scanned values minus the mean "
+    "loss at the best value. A run fails if it diverges, or if its final loss is log V or more, "
+    "the loss of uniform predictions; its loss then counts as log V. Each range is contiguous and "
+    "contains the best value."
+)
+LOGIC = (
+    "The verdict compares each arm with the baseline, paired by seed, and with no other arm. A "
+    "difference is detectable if its 95 % t interval excludes zero and the p value of a paired "
+    "t-test, Holm-corrected for the number of arms, is below 0.05. Effects of fields and their "
+    "interactions are tested likewise, and corrected together."
+)
+NOTE = (
+    "Means are over seeds, with 95 % t intervals, which end at the bounds of the metric. Intervals "
+    "are not corrected, so one may exclude zero although the corrected p is 0.05 or more."
+)
+COST = (
+    "Memory is the peak of a process, on the devices below; runs that were trained as one program "
+    "share it. Speed (tokens/s) compares arms only if all were measured under equal conditions."
+)
+
 
 def outcome(verdict: Verdict) -> list[list[str]]:
     """Returns the table of results by arm."""
@@ -65,11 +90,6 @@ def speed(arm: Arm) -> str:
     together = sorted({run.together for run in arm.runs.values()} - {1})
     note = f" ({' or '.join(map(str, together))} together)" if together else ""
     return "-" if math.isnan(arm.speed) else human_tokens(arm.speed) + note
-
-
-# What manifests record about the conditions of a measurement.
-CONDITIONS = ("host", "devices", "mesh", "processes", "versions", "commit", "trained_together")
-FREE = 0.05, 0.5  # the share of a host's cores, and cores, that other processes may use
 
 
 def disturbances(results: Results) -> list[str]:
@@ -140,9 +160,6 @@ def scanned(verdict: Verdict) -> list[list[list[str]]]:
     return [rows] if verdict.scans else []
 
 
-PLACES = 9  # columns in the table of a profile, at most; profiles.csv contains all places
-
-
 def of_profile(profile: Profile) -> list[list[str]]:
     """Returns a table with one row per arm and one column per place (length, layer, ...)."""
     places = profile.places
@@ -151,28 +168,6 @@ def of_profile(profile: Profile) -> list[list[str]]:
     cells = lambda line: [spell(line[place]) if place in line else "-" for place in places]
     rows = [[name, *cells(line)] for name, line in profile.lines.items()]
     return [[f"arm, by {profile.x_label}", *map(str, places)], *rows]
-
-
-SCANNED = (
-    "Sensitivity (Wortsman et al. 2023) is the mean loss over all scanned values minus the mean "
-    "loss at the best value. A run fails if it diverges, or if its final loss is log V or more, "
-    "the loss of uniform predictions; its loss then counts as log V. Each range is contiguous and "
-    "contains the best value."
-)
-LOGIC = (
-    "The verdict compares each arm with the baseline, paired by seed, and with no other arm. A "
-    "difference is detectable if its 95 % t interval excludes zero and the p value of a paired "
-    "t-test, Holm-corrected for the number of arms, is below 0.05. Effects of fields and their "
-    "interactions are tested likewise, and corrected together."
-)
-NOTE = (
-    "Means are over seeds, with 95 % t intervals, which end at the bounds of the metric. Intervals "
-    "are not corrected, so one may exclude zero although the corrected p is 0.05 or more."
-)
-COST = (
-    "Memory is the peak of a process, on the devices below; runs that were trained as one program "
-    "share it. Speed (tokens/s) compares arms only if all were measured under equal conditions."
-)
 
 
 def as_csv(verdict: Verdict) -> dict[str, list[list]]:

@@ -1,9 +1,9 @@
 """The part of a report on tuning: curves, optima, and the comparison with and without tuning."""
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -17,8 +17,7 @@ from transformer.lab.verdict import Verdict
 from transformer.sweeps import Sweep
 
 
-@dataclasses.dataclass(frozen=True)
-class Tuning:
+class Tuning(NamedTuple):
     """A tuned sweep: its curves, and both comparisons. The tuned one is that of the report."""
 
     sweep: Sweep

@@ -7,6 +7,7 @@ import re
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from transformer.config import Experiment
 from transformer.data.store import TEXT_FIELDS
@@ -23,8 +24,7 @@ from transformer.sweeps import RESERVED, Grid, Point, Sweep
 from transformer.units import of_tokens
 
 
-@dataclasses.dataclass(frozen=True)
-class RunResult:
+class RunResult(NamedTuple):
     """The config, logged metrics and manifest of a run."""
 
     folder: Path
@@ -113,8 +113,7 @@ def uniform_loss(config: Experiment) -> float:
     return math.log(max(model.vocab_size if predicts_tokens else model.num_labels, 2))
 
 
-@dataclasses.dataclass(frozen=True)
-class Arm:
+class Arm(NamedTuple):
     """The runs of one setting of the varied fields, by seed."""
 
     name: str
@@ -142,8 +141,7 @@ class Arm:
         return sum(speeds) / len(speeds) if speeds else math.nan
 
 
-@dataclasses.dataclass(frozen=True)
-class Results:
+class Results(NamedTuple):
     """The inputs of a comparison: the sweep, its arms, and reasons why runs were left out."""
 
     title: str
@@ -283,7 +281,7 @@ def _comparable(arms: dict[str, Arm], sweep: Sweep) -> tuple[dict[str, Arm], lis
         why = {seed: x for seed, run in others.items() if (x := _why_not(run, first, sweep))}
         left_out += [f"{name}, seed {n}: {x}, and cannot be compared" for n, x in why.items()]
         runs = {seed: run for seed, run in arm.runs.items() if seed not in why}
-        comparable[name] = dataclasses.replace(arm, runs=runs)
+        comparable[name] = arm._replace(runs=runs)
     return comparable, left_out
 
 

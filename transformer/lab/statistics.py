@@ -7,6 +7,7 @@ corrected for the number of comparisons (Holm 1979)."""
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from scipy import stats
@@ -30,8 +31,7 @@ class Mean:
         return max(self.high - self.mean, self.mean - self.low)
 
 
-@dataclasses.dataclass(frozen=True)
-class Difference:
+class Difference(NamedTuple):
     """The difference between two arms over their common seeds."""
 
     mean: Mean
@@ -74,7 +74,7 @@ def corrected(differences: dict[str, Difference]) -> dict[str, Difference]:
     result, largest = dict(differences), 0.0
     for n, (p, name) in enumerate(ranked):
         largest = max(largest, min(1.0, p * (len(ranked) - n)))
-        result[name] = dataclasses.replace(differences[name], p=largest)
+        result[name] = differences[name]._replace(p=largest)
     return result
 
 
@@ -85,8 +85,7 @@ def slope_interval(x: Sequence[float], y: Sequence[float]) -> tuple[float, float
     return line.slope - half, line.slope + half
 
 
-@dataclasses.dataclass(frozen=True)
-class Parabola:
+class Parabola(NamedTuple):
     """A parabola c0 + c1 x + c2 x^2 through noisy losses. x is in powers of 2, from `center`."""
 
     center: float

@@ -14,6 +14,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -31,8 +32,7 @@ NEAR, FAR = 2.0, 0.3  # range of a fit: steps of the grid, and nats, around the 
 PATIENCE = 2.0  # seconds between two looks at the runs of other machines
 
 
-@dataclasses.dataclass(frozen=True)
-class Curve:
+class Curve(NamedTuple):
     """The values of one number that an arm has tried, and its optimum."""
 
     arm: str
@@ -132,8 +132,7 @@ def check(sweep: Sweep, configs: Mapping[str, Experiment]) -> None:
             changed(config, {number.field: value}, "sweep: tune: ")
 
 
-@dataclasses.dataclass(frozen=True)
-class Trial:
+class Trial(NamedTuple):
     """An arm with values of the tuned numbers. It is an arm of the study DIR/tuning."""
 
     arm: str
@@ -167,7 +166,7 @@ def search(study: Study) -> tuple[list[Curve], list[Trial]]:
                 trials += new
                 losses = dict(zip(values, (trial.losses(study) for trial in new), strict=True))
                 known = all(losses.values())
-                curve = dataclasses.replace(curve, losses=curve.losses | losses)
+                curve = curve._replace(losses=curve.losses | losses)
             if not known:
                 break
             curves.append(curve)

@@ -2,10 +2,10 @@
 
 `LOGIC` (lab/report_tables.py) says which arms are compared and when a difference is detectable."""
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
 
 from transformer.lab import effects
 from transformer.lab.effects import CLOSE, Cells, Effect, Scan
@@ -15,9 +15,10 @@ from transformer.lab.results import Arm, Results
 from transformer.lab.statistics import Difference, Mean, corrected, difference, mean
 from transformer.units import bounds, unit
 
+NAMED = 8  # arms that a sentence names, at most; the table has all of them
 
-@dataclasses.dataclass(frozen=True)
-class Row:
+
+class Row(NamedTuple):
     """The statistics of an arm."""
 
     arm: Arm
@@ -28,8 +29,7 @@ class Row:
     reaches: list[float]  # by seed: share of the baseline's steps until its final value, or NaN
 
 
-@dataclasses.dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """The conclusions from results. The first sentence is the verdict; the others support it."""
 
     results: Results
@@ -216,9 +216,6 @@ def _of_scan(scan: Scan, results: Results) -> str:
 
 def _from_to(ends: tuple[float, float]) -> str:
     return f"{ends[0]:g} to {ends[1]:g}" if ends[0] < ends[1] else f"{ends[0]:g} alone"
-
-
-NAMED = 8  # arms that a sentence names, at most; the table has all of them
 
 
 def _listed(names: list[str]) -> str:

@@ -16,8 +16,7 @@ def architecture(name: str, **fields) -> ModelConfig:
     Values that depend on d_model and num_heads (d_ff, which is 4 d_model in most architectures;
     T5's logit_scale) are those of the published size. If you change d_model, change them too.
 
-    Raises UserError for an unknown name or field.
-    """
+    Raises UserError for an unknown name or field."""
     return ModelConfig(**look_up(ARCHITECTURES, name, "architecture") | fields)
 
 
@@ -40,8 +39,7 @@ _VASWANI = {  # Vaswani et al. 2017, table 3
     "embedding_scale": True,
 }  # fmt: skip
 _TRANSFORMER = _sizes("transformer", _VASWANI, (*_BOTH, "dropout"), {
-    "base": (6, 6, 512, 8, 2048, 0.1),
-    "big": (6, 6, 1024, 16, 4096, 0.3),
+    "base": (6, 6, 512, 8, 2048, 0.1), "big": (6, 6, 1024, 16, 4096, 0.3),
 })  # fmt: skip
 
 _TEXTBOOKS = {
@@ -74,8 +72,7 @@ _BERT = _sizes("bert", _NORMAL | {  # Devlin et al. 2019, with both pre-training
     "activation": "gelu", "head_transform": True, "logit_bias": True, "pooling": "cls",
     "pooler": True, "num_labels": 2, "dropout": 0.1, "attention_dropout": 0.1,
 }, _ENCODER, {
-    "base": (12, 768, 12, 3072),
-    "large": (24, 1024, 16, 4096),
+    "base": (12, 768, 12, 3072), "large": (24, 1024, 16, 4096),
 })  # fmt: skip
 
 # Warner et al. 2024: one global layer, then two that attend to 64 tokens on either side.
@@ -87,8 +84,7 @@ _MODERNBERT = _sizes("modernbert", _NORMAL | {
     "norm_offset": False, "embedding_norm": True, "first_norm": False, "activation": "gelu",
     "glu": True, "use_bias": False, "head_transform": True, "logit_bias": True,
 }, _ENCODER, {
-    "base": (22, 768, 12, 1152),
-    "large": (28, 1024, 16, 2624),
+    "base": (22, 768, 12, 1152), "large": (28, 1024, 16, 2624),
 })  # fmt: skip
 
 _GPT = _NORMAL | {  # Radford et al. 2019
@@ -98,22 +94,16 @@ _GPT = _NORMAL | {  # Radford et al. 2019
 _GPT2 = _sizes("gpt2", _GPT | {
     "max_length": 1024, "dropout": 0.1, "attention_dropout": 0.1,
 }, _DECODER, {
-    "": (12, 768, 12, 3072),
-    "medium": (24, 1024, 16, 4096),
-    "large": (36, 1280, 20, 5120),
-    "xl": (48, 1600, 25, 6400),
+    "": (12, 768, 12, 3072), "medium": (24, 1024, 16, 4096),
+    "large": (36, 1280, 20, 5120), "xl": (48, 1600, 25, 6400),
 })  # fmt: skip
 
 # Brown et al. 2020, table 2.1, all layers dense. The banded pattern of the paper is not published.
 _GPT3 = _sizes("gpt3", _GPT | {"max_length": 2048}, (*_DECODER, "d_head"), {
-    "small": (12, 768, 12, 3072, 64),
-    "medium": (24, 1024, 16, 4096, 64),
-    "large": (24, 1536, 16, 6144, 96),
-    "xl": (24, 2048, 24, 8192, 128),
-    "2.7b": (32, 2560, 32, 10_240, 80),
-    "6.7b": (32, 4096, 32, 16_384, 128),
-    "13b": (40, 5140, 40, 20_560, 128),
-    "175b": (96, 12_288, 96, 49_152, 128),
+    "small": (12, 768, 12, 3072, 64), "medium": (24, 1024, 16, 4096, 64),
+    "large": (24, 1536, 16, 6144, 96), "xl": (24, 2048, 24, 8192, 128),
+    "2.7b": (32, 2560, 32, 10_240, 80), "6.7b": (32, 4096, 32, 16_384, 128),
+    "13b": (40, 5140, 40, 20_560, 128), "175b": (96, 12_288, 96, 49_152, 128),
 })  # fmt: skip
 
 _BLOOM = _sizes("bloom", _NORMAL | {  # Scao et al. 2022, table 3
@@ -121,12 +111,9 @@ _BLOOM = _sizes("bloom", _NORMAL | {  # Scao et al. 2022, table 3
     "norm_placement": "pre", "norm_epsilon": 1e-5, "embedding_norm": True,
     "activation": "gelu_tanh",
 }, _DECODER, {
-    "560m": (24, 1024, 16, 4096),
-    "1b1": (24, 1536, 16, 6144),
-    "1b7": (24, 2048, 16, 8192),
-    "3b": (30, 2560, 32, 10_240),
-    "7b1": (30, 4096, 32, 16_384),
-    "176b": (70, 14_336, 112, 57_344),
+    "560m": (24, 1024, 16, 4096), "1b1": (24, 1536, 16, 6144),
+    "1b7": (24, 2048, 16, 8192), "3b": (30, 2560, 32, 10_240),
+    "7b1": (30, 4096, 32, 16_384), "176b": (70, 14_336, 112, 57_344),
 })  # fmt: skip
 
 # Raffel et al. 2020. Version 1.1 has a gated feed-forward, untied embeddings and no logit_scale.
@@ -144,10 +131,8 @@ _T5 = _sizes("t5", _T5_SHARED | {"activation": "relu"}, (*_BOTH, "d_head", "logi
 }) | _sizes("t5_v1_1", _T5_SHARED | {
     "activation": "gelu_tanh", "glu": True, "tie_embeddings": False,
 }, (*_BOTH, "d_head"), {
-    "small": (8, 8, 512, 6, 1024, 64),
-    "base": (12, 12, 768, 12, 2048, 64),
-    "large": (24, 24, 1024, 16, 2816, 64),
-    "xl": (24, 24, 2048, 32, 5120, 64),
+    "small": (8, 8, 512, 6, 1024, 64), "base": (12, 12, 768, 12, 2048, 64),
+    "large": (24, 24, 1024, 16, 2816, 64), "xl": (24, 24, 2048, 32, 5120, 64),
     "xxl": (24, 24, 4096, 64, 10_240, 64),
 })  # fmt: skip
 
@@ -159,8 +144,7 @@ _BART = _sizes("bart", _POST | {
     "vocab_size": 50_265, "max_length": 1024, "position": {"name": "learned", "offset": 2},
     "embedding_norm": True, "activation": "gelu",
 }, _BOTH, {
-    "base": (6, 6, 768, 12, 3072),
-    "large": (12, 12, 1024, 16, 4096),
+    "base": (6, 6, 768, 12, 3072), "large": (12, 12, 1024, 16, 4096),
 }) | _sizes("marian", _POST | {
     "vocab_size": 58_101, "max_length": 512,
     "position": {"name": "sinusoidal", "layout": "halves"}, "embedding_scale": True,
@@ -173,14 +157,10 @@ _OPT_SHARED = _NORMAL | {  # Zhang et al. 2022
     "activation": "relu", "dropout": 0.1,
 }  # fmt: skip
 _OPT = _sizes("opt", _OPT_SHARED, _DECODER, {
-    "125m": (12, 768, 12, 3072),
-    "1.3b": (24, 2048, 32, 8192),
-    "2.7b": (32, 2560, 32, 10_240),
-    "6.7b": (32, 4096, 32, 16_384),
-    "13b": (40, 5120, 40, 20_480),
-    "30b": (48, 7168, 56, 28_672),
-    "66b": (64, 9216, 72, 36_864),
-    "175b": (96, 12_288, 96, 49_152),
+    "125m": (12, 768, 12, 3072), "1.3b": (24, 2048, 32, 8192),
+    "2.7b": (32, 2560, 32, 10_240), "6.7b": (32, 4096, 32, 16_384),
+    "13b": (40, 5120, 40, 20_480), "30b": (48, 7168, 56, 28_672),
+    "66b": (64, 9216, 72, 36_864), "175b": (96, 12_288, 96, 49_152),
 }) | _sizes("opt", _OPT_SHARED | {"norm_placement": "post", "d_embedding": 512}, _DECODER, {
     "350m": (24, 1024, 16, 4096),
 })  # fmt: skip
@@ -195,14 +175,10 @@ _NEOX = _sizes("gpt_neox", _NEOX_SHARED | {
 }, (*_DECODER, "vocab_size"), {
     "20b": (44, 6144, 64, 24_576, 50_432),
 }) | _sizes("pythia", _NEOX_SHARED, (*_DECODER, "vocab_size"), {
-    "70m": (6, 512, 8, 2048, 50_304),
-    "160m": (12, 768, 12, 3072, 50_304),
-    "410m": (24, 1024, 16, 4096, 50_304),
-    "1b": (16, 2048, 8, 8192, 50_304),
-    "1.4b": (24, 2048, 16, 8192, 50_304),
-    "2.8b": (32, 2560, 32, 10_240, 50_304),
-    "6.9b": (32, 4096, 32, 16_384, 50_432),
-    "12b": (36, 5120, 40, 20_480, 50_688),
+    "70m": (6, 512, 8, 2048, 50_304), "160m": (12, 768, 12, 3072, 50_304),
+    "410m": (24, 1024, 16, 4096, 50_304), "1b": (16, 2048, 8, 8192, 50_304),
+    "1.4b": (24, 2048, 16, 8192, 50_304), "2.8b": (32, 2560, 32, 10_240, 50_304),
+    "6.9b": (32, 4096, 32, 16_384, 50_432), "12b": (36, 5120, 40, 20_480, 50_688),
 })  # fmt: skip
 
 _LLAMA_SHARED = _NORMAL | {  # Touvron et al. 2023; Dubey et al. 2024
@@ -220,19 +196,16 @@ _LLAMA_3_1 = {
 _LLAMA = _sizes("llama2", _LLAMA_SHARED | {
     "vocab_size": 32_000, "max_length": 4096,
 }, (*_DECODER, "num_kv_heads"), {
-    "7b": (32, 4096, 32, 11_008, 32),
-    "13b": (40, 5120, 40, 13_824, 40),
+    "7b": (32, 4096, 32, 11_008, 32), "13b": (40, 5120, 40, 13_824, 40),
     "70b": (80, 8192, 64, 28_672, 8),
 }) | _sizes("llama3", _LLAMA_SHARED | {
     "vocab_size": 128_256, "max_length": 8192, "position": {"name": "rotary", "theta": 500_000.0},
 }, (*_DECODER, "num_kv_heads"), {
-    "8b": (32, 4096, 32, 14_336, 8),
-    "70b": (80, 8192, 64, 28_672, 8),
+    "8b": (32, 4096, 32, 14_336, 8), "70b": (80, 8192, 64, 28_672, 8),
 }) | _sizes("llama3.1", _LLAMA_SHARED | {
     "vocab_size": 128_256, "max_length": 131_072, "position": _LLAMA_3_1,
 }, (*_DECODER, "num_kv_heads"), {
-    "8b": (32, 4096, 32, 14_336, 8),
-    "70b": (80, 8192, 64, 28_672, 8),
+    "8b": (32, 4096, 32, 14_336, 8), "70b": (80, 8192, 64, 28_672, 8),
     "405b": (126, 16_384, 128, 53_248, 8),
 })  # fmt: skip
 
@@ -254,12 +227,9 @@ _QWEN = _sizes("qwen2", _QWEN_SHARED | {
 }) | _sizes("qwen3", _QWEN_SHARED | {
     "max_length": 40_960, "d_head": 128, "qk_norm": True,
 }, (*_DECODER, "num_kv_heads", "tie_embeddings"), {
-    "0.6b": (28, 1024, 16, 3072, 8, True),
-    "1.7b": (28, 2048, 16, 6144, 8, True),
-    "4b": (36, 2560, 32, 9728, 8, True),
-    "8b": (36, 4096, 32, 12_288, 8, False),
-    "14b": (40, 5120, 40, 17_408, 8, False),
-    "32b": (64, 5120, 64, 25_600, 8, False),
+    "0.6b": (28, 1024, 16, 3072, 8, True), "1.7b": (28, 2048, 16, 6144, 8, True),
+    "4b": (36, 2560, 32, 9728, 8, True), "8b": (36, 4096, 32, 12_288, 8, False),
+    "14b": (40, 5120, 40, 17_408, 8, False), "32b": (64, 5120, 64, 25_600, 8, False),
 })  # fmt: skip
 
 # Gemma team 2024: every other layer attends within a window.
@@ -300,10 +270,8 @@ _OLMO2 = _sizes("olmo2", _LLAMA_SHARED | {  # OLMo team 2025
     "vocab_size": 100_352, "max_length": 4096, "position": {"name": "rotary", "theta": 500_000.0},
     "norm_placement": "res_post", "norm_epsilon": 1e-6, "qk_norm": True, "qk_norm_joint": True,
 }, (*_DECODER, "num_kv_heads"), {
-    "1b": (16, 2048, 16, 8192, 16),
-    "7b": (32, 4096, 32, 11_008, 32),
-    "13b": (40, 5120, 40, 13_824, 40),
-    "32b": (64, 5120, 40, 27_648, 8),
+    "1b": (16, 2048, 16, 8192, 16), "7b": (32, 4096, 32, 11_008, 32),
+    "13b": (40, 5120, 40, 13_824, 40), "32b": (64, 5120, 40, 27_648, 8),
 })  # fmt: skip
 
 # Jiang et al. 2024; Yang et al. 2025. d_ff is the width of one expert.

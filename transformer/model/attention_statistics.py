@@ -1,7 +1,6 @@
 """Statistics of attention heads, computed from queries and keys alone. They are plain JAX,
-whichever backend the model runs on.
-Shape suffixes: B batch, T query length, S key length, N query heads, K key/value heads, H head
-size; I blocks of queries, t queries in a block."""
+whichever backend the model runs on. Shape suffixes: B batch, T query length, S key length, N query
+heads, K key/value heads, H head size; I blocks of queries, t queries in a block."""
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +34,6 @@ def heads(q_BxTxNxH: jax.Array, k_BxSxKxH: jax.Array, inputs: Inputs) -> dict[st
     logit      the largest logit
 
     Memory: B N 256 S numbers."""
-    offsets = {"previous": 1, "repeated": q_BxTxNxH.shape[1] // 2 - 1}
 
     def block_statistics(block):
         q_BxtxNxH, tokens = block
@@ -56,7 +54,7 @@ def heads(q_BxTxNxH: jax.Array, k_BxSxKxH: jax.Array, inputs: Inputs) -> dict[st
             "sink": total(weight_on(at_k == 0) + (0.0 if inputs.sink_N is None else 1.0 - on_all)),
             "distance": total(jnp.sum(w_BxNxtxS * jnp.abs(at_q - at_k)[:, None], axis=-1)),
         }
-        for name, offset in offsets.items():
+        for name, offset in {"previous": 1, "repeated": q_BxTxNxH.shape[1] // 2 - 1}.items():
             keys_BxtxS = (at_q - at_k == offset) & mask_BxtxS
             sums[name] = total(weight_on(keys_BxtxS), has_choice_Bxt & jnp.any(keys_BxtxS, axis=-1))
         lowest = jnp.finfo(jnp.float32).min

@@ -1,8 +1,7 @@
 """The cache of incremental decoding: an explicit value, passed in and returned, never hidden state.
 
 It is a tree of mixer states. The contents of a state are private to its mixer. Mixers that store an
-entry per token share the slot functions below.
-Shape suffixes: B batch, T new tokens, S slots."""
+entry per token share the slot functions below. Shape suffixes: B batch, T new tokens, S slots."""
 
 import functools
 from collections.abc import Callable

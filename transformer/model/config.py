@@ -149,10 +149,9 @@ class ModelConfig:
     @property
     def resolved(self) -> dict:
         """Values that fields without effect may have besides their defaults."""
-        values = {f"num_{s}_layers": 0 for s in ("encoder", "decoder") if s not in self.sides}
-        if not mixer_reads("num_kv_heads")(self):
-            values["num_kv_heads"] = self.num_heads
-        return values
+        layers = {f"num_{s}_layers": 0 for s in ("encoder", "decoder") if s not in self.sides}
+        heads = {} if mixer_reads("num_kv_heads")(self) else {"num_kv_heads": self.num_heads}
+        return layers | heads
 
     @property
     def position_schemes(self) -> tuple[positions.Position, ...]:
@@ -196,8 +195,7 @@ class ModelConfig:
     @property
     def kv_heads(self) -> int:
         """The number of key/value heads."""
-        num_kv_heads = self.num_kv_heads if mixer_reads("num_kv_heads")(self) else 0
-        return num_kv_heads or self.num_heads
+        return (mixer_reads("num_kv_heads")(self) and self.num_kv_heads) or self.num_heads
 
     @property
     def ff_size(self) -> int:
@@ -307,8 +305,7 @@ class ModelConfig:
         """For a layer's config: the mixers of its sublayers, by their part of a LayerState. "mixer"
         reads the tokens of the stack. "source" reads the encoder's output; it is missing if there
         is no encoder or if "mixer" already reads the encoder."""
-        mixers = {"mixer": self.token_mixer}
-        source = self.token_mixer.source
+        mixers, source = {"mixer": self.token_mixer}, self.token_mixer.source
         if side == "decoder" and self.is_encoder_decoder and source in SOURCE_MIXERS:
             mixers["source"] = SOURCE_MIXERS.build(source)
         return mixers

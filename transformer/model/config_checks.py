@@ -47,8 +47,7 @@ def check(config) -> None:
 
 
 def _check_values(config) -> None:
-    if config.family in FORMER_FAMILIES:
-        way_out = FORMER_FAMILIES[config.family]
+    if way_out := FORMER_FAMILIES.get(config.family):
         raise UserError(f"model.family: {config.family!r} is no longer a family; {way_out}")
     one_of("model.family", config.family, ("encoder", "decoder", "encoder_decoder"))
     at_least("model", config, 1, "vocab_size", "d_model", "num_heads", "max_length")
@@ -93,14 +92,12 @@ def _check_sizes(config) -> None:
 
 
 def _check_combinations(config) -> None:
-    """Checks fields that require or exclude each other."""
-    if not config.lm_head and (
-        config.is_encoder_decoder
-        or (config.family == "decoder" and not (config.num_labels or config.pooler))
-    ):
+    has_labels = config.num_labels or config.pooler
+    needs_head = config.is_encoder_decoder or (config.family == "decoder" and not has_labels)
+    if needs_head and not config.lm_head:
         way_out = "set it to True, or set model.num_labels in a decoder"
         raise UserError(f"model.lm_head: False leaves the model without outputs; {way_out}")
-    if (config.num_labels or config.pooler) and config.is_encoder_decoder:
+    if has_labels and config.is_encoder_decoder:
         problem = "an encoder_decoder generates text and has no labels"
         raise UserError(f"model.num_labels: {problem}; set model.family='encoder' or 'decoder'")
     if config.is_encoder_decoder and config.pooling != "none":

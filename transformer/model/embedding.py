@@ -66,9 +66,8 @@ class Head:
 
     def __call__(self, h_BxTxE: jax.Array) -> jax.Array:
         h_BxTxE = constrain(h_BxTxE, ("batch", "length", "activation_embed"))
-        logits_BxTxV = jnp.einsum(
-            "BTE,VE->BTV", h_BxTxE, self._matrix(h_BxTxE.dtype), preferred_element_type=jnp.float32
-        )
+        products = "BTE,VE->BTV", h_BxTxE, self._matrix(h_BxTxE.dtype)
+        logits_BxTxV = jnp.einsum(*products, preferred_element_type=jnp.float32)
         if self.bias_V is not None:
             logits_BxTxV += self.bias_V
         if self.soft_cap:
@@ -96,9 +95,8 @@ class Head:
         # Without the barrier, XLA folds the transpose below into the product, and its CPU compiler
         # does not support that product in bfloat16.
         d_matrix_ExV = jax.lax.optimization_barrier(d_matrix_ExV)
-        d_bias_V = None
-        if self.bias_V is not None:
-            d_bias_V = jnp.sum(d_BxTxV, axis=(0, 1), dtype=jnp.float32)
+        has_bias = self.bias_V is not None
+        d_bias_V = jnp.sum(d_BxTxV, axis=(0, 1), dtype=jnp.float32) if has_bias else None
         return d_h_BxTxE, self.replace(matrix_VxE=d_matrix_ExV.T, bias_V=d_bias_V)
 
 
@@ -122,8 +120,7 @@ class Unembedding(nn.Module):
             project = Linear(cfg, (cfg.embedding_size,), ("embed", None), False, name="project")
             h_BxTxE = project(h_BxTxE)
         scale = cfg.logit_scale * cfg.base.embedding_size / cfg.embedding_size
-        if scale != 1.0:
-            h_BxTxE = h_BxTxE * scale
+        h_BxTxE = h_BxTxE * scale if scale != 1.0 else h_BxTxE
         matrix_VxE, bias_V = embedding_VxE, None
         if not cfg.tie_embeddings:
             init, shape = matrix_init(cfg.initializer, cfg.init_std), embedding_VxE.shape[::-1]

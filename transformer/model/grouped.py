@@ -29,8 +29,7 @@ def megablox_product(x_nxI, w_GxIxO, sizes_G, interpret: bool = False) -> jax.Ar
     rows = min(TILE[0], -(-n // SUBLANES) * SUBLANES)
     padding = -n % rows
     # The remaining rows form a group without a matrix, for which the kernel returns zeros.
-    remaining = n + padding - jnp.sum(sizes_G)
-    sizes_G = jnp.concatenate([sizes_G, remaining[None]]).astype(jnp.int32)
+    sizes_G = jnp.concatenate([sizes_G, (n + padding - jnp.sum(sizes_G))[None]]).astype(jnp.int32)
     # The tile of every product, including those of the gradients.
     tile = lambda n, inner, outer: (rows, min(TILE[1], inner), min(TILE[2], outer))
     x_nxI = jnp.pad(x_nxI, ((0, padding), (0, 0)))

@@ -15,8 +15,7 @@ INITIALIZERS: dict[str, Callable] = {
 def matrix_init(name: str, std: float, gain: float = 1.0):
     """Returns the named initializer, scaled by `gain`, for a matrix [inputs, outputs]. `std` is the
     standard deviation of "normal"; the other initializers ignore it."""
-    base = INITIALIZERS[name](std)
-    return lambda key, shape, dtype: gain * base(key, shape, dtype)
+    return lambda key, shape, dtype: gain * INITIALIZERS[name](std)(key, shape, dtype)
 
 
 def declare(module: nn.Module, name: str, init, names: tuple, shape: tuple[int, ...]) -> jax.Array:

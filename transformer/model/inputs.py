@@ -118,24 +118,22 @@ def _check_options(config, shape, name, positions, segment_ids, padding_mask, pr
     if prefix_mask is not None and not config.prefix_lm:
         way_out = "set model.prefix_lm=True"
         raise UserError(f"prefix_mask: needs a decoder with a bidirectional prefix; {way_out}")
-    for field, mask in {"padding_mask": padding_mask, "prefix_mask": prefix_mask}.items():
-        if mask is not None:
-            check_array(field + suffix, mask, shape, np.integer, np.bool_)
-            check_range(field + suffix, mask, 2)
-    if segment_ids is not None:
-        check_array(f"segment_ids{suffix}", segment_ids, shape, np.integer)
-        check_range(f"segment_ids{suffix}", segment_ids)
-    if positions is not None:
-        check_array(f"positions{suffix}", positions, shape, np.integer)
-        end = None if config.last_position is None else config.last_position + 1
-        check_range(f"positions{suffix}", positions, end, "model.max_length")
+    integers, flags = (np.integer,), (np.integer, np.bool_)
+    end = None if config.last_position is None else config.last_position + 1
+    for field, x, kinds, *limits in (
+        ("padding_mask", padding_mask, flags, 2), ("prefix_mask", prefix_mask, flags, 2),
+        ("segment_ids", segment_ids, integers),
+        ("positions", positions, integers, end, "model.max_length"),
+    ):  # fmt: skip
+        if x is not None:
+            check_array(field + suffix, x, shape, *kinds)
+            check_range(field + suffix, x, *limits)
 
 
 def check_array(field: str, x, shape: tuple[int, ...], *kinds: type) -> None:
     """Raises UserError unless `x` is an array of one of `kinds` that fits tokens of `shape`."""
     x_shape, dtype = getattr(x, "shape", None), getattr(x, "dtype", None)
-    is_array = dtype is not None and x_shape is not None
-    if not is_array or not any(jnp.issubdtype(x.dtype, kind) for kind in kinds):
+    if dtype is None or x_shape is None or not any(jnp.issubdtype(dtype, kind) for kind in kinds):
         expected = "an integer array" if kinds == (np.integer,) else "an array of bool"
         raise UserError(f"{field}: expected {expected}, got {dtype or type(x).__name__}")
     if x_shape not in (shape, (1, shape[1])):
@@ -150,7 +148,6 @@ def check_range(field: str, x, end: int | None = None, why: str = "") -> None:
         return
     lowest, highest = array.min(), array.max()
     if lowest < 0 or (end is not None and highest >= end):
-        invalid = lowest if lowest < 0 else highest
         bounds = f"between 0 and {end - 1}" if end is not None else "at least 0"
         bounds += f" ({why} = {end})" if why and end else ""
-        raise UserError(f"{field}: {invalid} must be {bounds}")
+        raise UserError(f"{field}: {lowest if lowest < 0 else highest} must be {bounds}")

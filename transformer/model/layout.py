@@ -60,8 +60,7 @@ def unroll(config: ModelConfig, params: Any) -> tuple[ModelConfig, Any]:
     """Returns the same model with a subtree per layer: its config and its parameters."""
     flat = flatten(params)
     layers = {name: part(flat[path], index) for name, (path, index) in where(config, flat).items()}
-    config = dataclasses.replace(config, scan_layers=False, pipeline_rounds=1)
-    return config, unflatten(layers)
+    return dataclasses.replace(config, scan_layers=False, pipeline_rounds=1), unflatten(layers)
 
 
 def layer_shapes(config: ModelConfig, flat: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:

@@ -85,10 +85,7 @@ REAL = Mask(lambda q, k: (k.segments_BxT > 0)[:, None] & (q.segments_BxT >= 0)[:
 
 def window(size: int) -> Mask:
     """Returns a mask of keys fewer than `size` positions away from the query, on either side."""
-
-    def near(q: Tokens, k: Tokens) -> jax.Array:
-        return jnp.abs(q.positions_BxT[:, :, None] - k.positions_BxT[:, None, :]) < size
-
+    near = lambda q, k: jnp.abs(q.positions_BxT[:, :, None] - k.positions_BxT[:, None, :]) < size
     return Mask(near, f"window({size})", window=size, plain=True)
 
 

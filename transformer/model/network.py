@@ -45,8 +45,7 @@ class _Family(nn.Module):
         `jax.jit(model.init)` for large models.
 
         Returns:
-          A nested dict of arrays of type `config.param_dtype`.
-        """
+          A nested dict of arrays of type `config.param_dtype`."""
         return meta.unbox(self.init_with_axes(key, *inputs, **options))
 
     @nn.nowrap
@@ -96,15 +95,13 @@ class _Family(nn.Module):
 
         Returns:
           float32[B, T, V], the logits of the next token (in an encoder, of the token itself).
-          Without `lm_head`, the result of "classify". With `mutable`, a pair of this and the
-          collections.
+          Without `lm_head`, the result of "classify". With `mutable`, (this, collections).
 
         Raises:
           UserError (a ValueError): an option or a collection does not exist, an input has the wrong
             rank, shape or type, or a sequence is longer than `max_length`. Outside `jax.jit`, where
             values are available, also for token ids outside the vocabulary and for masks, segments,
-            positions and types out of range.
-        """
+            positions and types out of range."""
         self._check_arguments(params, options)
         # NumPy arrays cannot be indexed by traced arrays.
         as_array = lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x
@@ -246,8 +243,7 @@ class EncoderDecoder(_Family):
     ) -> tuple[jax.Array, Cache]:  # fmt: skip
         """Returns the logits of tokens that follow those in the cache, and the updated cache. With
         `last_only`, only the logits of the last token are computed. The first call takes the
-        encoder's output and stores its keys and values in the cache; later calls pass None for
-        it."""
+        encoder's output and stores its keys and values in the cache; later calls pass None."""
         encoded = encoded_BxSxD, encoded_tokens
         h_BxTxD, cache = self._decoder(target_BxT, encoded, cache, deterministic=True, **options)
         h_BxTxE, head = self.read(h_BxTxD[:, -1:] if last_only else h_BxTxD)
@@ -285,8 +281,7 @@ def build_model(config: ModelConfig) -> nn.Module:
 
     An encoder_decoder takes source and target in place of tokens. `help(model.apply)` describes
     padding, packing, dropout and other options. Attention maps and other internals are recorded in
-    collections: `logits, seen = model.apply(params, tokens, mutable=["maps"])` (model/watch.py).
-    """
+    collections: `logits, seen = model.apply(params, tokens, mutable=["maps"])` (model/watch.py)."""
     return FAMILIES[config.family](config)
 
 

@@ -10,7 +10,6 @@ applies the layers from (r S + s) L / (R S) on, and the output of the last stage
 stage again. Parameters are stacked as [R, L / R] (or [L] with one round), so that those of a stage
 are a slice. Each stage is idle for a fraction (S - 1) / (M R + S - 1) of the steps."""
 
-import functools
 from collections.abc import Callable
 
 import jax
@@ -83,10 +82,8 @@ def pipelined(layers: Layers, params, x_BxTxD, shared, same, key, micro: int, ro
     by_stage = P(None, axis)
     specs = {"in_specs": (by_stage, P(), P(), P(), P()), "out_specs": (P(), by_stage)}
     run = jax.shard_map(stage, axis_names={axis}, check_vma=False, **specs)
-    cut_all = functools.partial(jax.tree.map, cut)
-    y_MxbxTxD, sown = run(params, cut_all(x_BxTxD), cut_all(shared), same, key)
-    join = lambda y, x: jnp.moveaxis(y, 0, 1).reshape(x.shape)
+    y_MxbxTxD, sown = run(params, *jax.tree.map(cut, (x_BxTxD, shared)), same, key)
     names = lambda x: ("batch", "length", *[None] * (x.ndim - 3), "activation_embed")
-    y_BxTxD = jax.tree.map(join, y_MxbxTxD, x_BxTxD)
+    y_BxTxD = jax.tree.map(lambda y, x: jnp.moveaxis(y, 0, 1).reshape(x.shape), y_MxbxTxD, x_BxTxD)
     y_BxTxD = jax.tree.map(lambda y: constrain(y, names(y)), y_BxTxD)
     return y_BxTxD, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]) / micro, sown)

@@ -36,10 +36,9 @@ class Residual(nn.Module):
     def __call__(
         self, streams: Streams, *sublayers: Callable, context: Context, deterministic: bool
     ) -> Streams:
-        count = lambda config: config.num_layers(self.side)
-        counts = self.step, self.steps, count(self.config), count(self.config.base)
+        layers, base_layers = (c.num_layers(self.side) for c in (self.config, self.config.base))
         branch = functools.partial(self._branch, sublayers, context, deterministic)
-        site = Site(context.layer, *counts)
+        site = Site(context.layer, self.step, self.steps, layers, base_layers)
         streams = self.placement.connect(parts_of(self), site, streams, branch)
         return jax.tree.map(constrain_streams, streams)
 

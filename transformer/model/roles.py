@@ -15,6 +15,7 @@ from transformer.model.layout import flatten, unflatten
 from transformer.model.parametrizations import PARAMETRIZATIONS, Rule
 from transformer.model.parametrizations.base import Place
 
+Rules = Mapping[str, tuple[Place, Rule]]  # by the path of the parameter
 STACKED = {"layers", "rounds", "expert"}
 """The logical names of axes along which a parameter holds several matrices."""
 
@@ -52,9 +53,7 @@ def matrix_axes(names: tuple[str | None, ...], stacked: set[str] = STACKED) -> A
 
 
 @functools.cache
-def parameter_rules(
-    family: type[nn.Module], config: ModelConfig
-) -> Mapping[str, tuple[Place, Rule]]:
+def parameter_rules(family: type[nn.Module], config: ModelConfig) -> Rules:
     """Returns the place and the multipliers of each parameter of a model, by path. It is empty
     without multipliers, that is, in the standard parametrization. The fan-ins of the base are those
     of its parameters' shapes, so that every mixer and feed-forward has a rule."""
@@ -92,7 +91,7 @@ def parameter_rules(
     return {path: rule(path) for path in params}
 
 
-def initialized(params: Any, rules: Mapping[str, tuple[Place, Rule]]) -> Any:
+def initialized(params: Any, rules: Rules) -> Any:
     """Returns the initial values of parameters, multiplied as their rules say."""
 
     def scaled(path, x):

@@ -14,9 +14,7 @@ Ids = int | Sequence[int] | None  # no token, one token, or several
 
 def as_tuple(ids: Ids) -> tuple[int, ...]:
     """Returns the ids as a tuple; empty for None."""
-    if ids is None:
-        return ()
-    return tuple(ids) if isinstance(ids, (tuple, list)) else (ids,)
+    return () if ids is None else tuple(ids) if isinstance(ids, (tuple, list)) else (ids,)
 
 
 def checked(config) -> dict[str, Ids]:

@@ -40,7 +40,7 @@ class Layer(nn.Module):
     def __call__(self, carry: Carry, own: tuple, position, context: Context):
         """Returns the next carry and, in decoding, LayerState. `own`: state and layer number."""
         cfg, placement, (state, index) = self.config, self.config.placement(self.side), own
-        streams, passed = carry
+        (streams, passed), tokens = carry, context.tokens
         context = context.replace(layer=index, passed=passed)
         gains = {"gain": placement.branch_gain, "out_gain": self.out_gain}
         new_states, sublayers, new_passed = {}, {}, [passed]
@@ -56,17 +56,15 @@ class Layer(nn.Module):
             sublayers[mixer.scope] = functools.partial(mix, part, module)
         if cfg.feed_forward_kind.exists:
             feed_forward = cfg.feed_forward_kind.build(cfg, **gains)(name="feed_forward")
-            inputs = context.tokens, self.deterministic
-            sublayers["feed_forward"] = lambda h: feed_forward(h, *inputs)
+            sublayers["feed_forward"] = lambda h: feed_forward(h, tokens, self.deterministic)
         steps = {f"{name}_residual": (f,) for name, f in sublayers.items()}
         if cfg.parallel:
             steps = {"residual": tuple(sublayers.values())}
         for i, (name, fs) in enumerate(steps.items()):
             without_norm = i == 0 and not cfg.first_norm
             parts = dataclasses.replace(placement, in_norm=False) if without_norm else placement
-            options = {"context": context, "deterministic": self.deterministic}
             residual = Residual(cfg, self.side, parts, i, len(steps), name=name)
-            streams = residual(streams, *fs, **options)
+            streams = residual(streams, *fs, context=context, deterministic=self.deterministic)
         if watched(self, "streams"):
             self.sow("streams", "after", streams)
         return (streams, *new_passed), None if state is None else LayerState(**new_states)
@@ -109,7 +107,10 @@ class Stack(nn.Module):
         if encoded_BxSxD is not None:
             encoded_BxSxD = constrain(encoded_BxSxD, ("batch", "length", "activation_embed"))
             encoded_BxSxD = hide_padding(encoded_BxSxD, encoded_tokens)
-        x_BxTxD = self._embedded(x_BxTxD, schemes, tokens)
+        kinds = [scheme for scheme, _ in distinct_schemes(cfg, self.side)[0]]
+        for i, scheme in enumerate(schemes):
+            if kinds[i] not in kinds[:i]:  # positions are added once for each kind of scheme
+                x_BxTxD = scheme.embed(x_BxTxD, tokens.positions_BxT)
         if cfg.embedding_norm:
             x_BxTxD = cfg.norm_module(name="embedding_norm")(x_BxTxD)
         x_BxTxD = Dropout(rate_of(cfg, dropout_rate))(x_BxTxD, deterministic)
@@ -148,14 +149,6 @@ class Stack(nn.Module):
             schemes.append(scheme.bind(param, facts))
         return tuple(schemes)
 
-    def _embedded(self, x_BxTxD, schemes, tokens: Tokens) -> jax.Array:
-        """Returns the token embeddings with positions added, once for each kind of scheme."""
-        kinds = [scheme for scheme, _ in distinct_schemes(self.config, self.side)[0]]
-        for i, scheme in enumerate(schemes):
-            if kinds[i] not in kinds[:i]:
-                x_BxTxD = scheme.embed(x_BxTxD, tokens.positions_BxT)
-        return x_BxTxD
-
     def _of_layers(self, schemes, tokens: Tokens) -> tuple[positions.Position, ...]:
         """Returns the position scheme of each layer, evaluated at these tokens' positions."""
         at_tokens = [scheme.at(tokens.positions_BxT) for scheme in schemes]
@@ -176,7 +169,7 @@ class Stack(nn.Module):
         micro, rounds = cfg.pipeline_microbatches or stages, cfg.pipeline_rounds
         observed = self.is_initializing() or any(watched(self, what) for what in WATCHED)
         use_pipeline = stages > 1 and cache is None and not observed
-        if use_pipeline and not pipeline.why_not(_batch(carry), micro, rounds):
+        if use_pipeline and not pipeline.why_not(len(jax.tree.leaves(carry)[0]), micro, rounds):
             return self._pipelined(carry, schemes, context, deterministic, micro), None
         cut = (lambda x: x.reshape(rounds, -1, *x.shape[1:])) if rounds > 1 else (lambda x: x)
         join = (lambda x: x.reshape(-1, *x.shape[2:])) if rounds > 1 else (lambda x: x)
@@ -185,18 +178,15 @@ class Stack(nn.Module):
         layers, args = self._loop(repeats // rounds, deterministic)
         layers = _scanned(layers, rounds, "rounds") if rounds > 1 else layers
         position = self._of_period(self._of_layers(schemes, context.tokens))
-        own = cache and _stacked(cache.layers, period), jnp.arange(repeats)
-        own = jax.tree.map(cut, own)
+        own = jax.tree.map(cut, (cache and _stacked(cache.layers, period), jnp.arange(repeats)))
         carry, states = layers(*args, name="layers")(carry, own, position, context)
         states = jax.tree.map(join, states)
         return carry, states if cache is None else _unstacked(states, len(configs), period)
 
     def _layer(self, config: ModelConfig, out_gain: float, deterministic: bool):
         """Returns a layer, rematerialized as `remat` sets, without its `name`."""
-        cls = Layer
-        if config.remat != "none":
-            policy = REMAT_POLICIES[config.remat]
-            cls = nn.remat(Layer, policy=policy, prevent_cse=not config.scan_layers)
+        options = {"policy": REMAT_POLICIES[config.remat], "prevent_cse": not config.scan_layers}
+        cls = Layer if config.remat == "none" else nn.remat(Layer, **options)
         return functools.partial(cls, config, self.side, out_gain, deterministic)
 
     def _out_gain(self) -> float:
@@ -223,7 +213,7 @@ class Stack(nn.Module):
     def _pipelined(self, carry, schemes, context: Context, deterministic, micro) -> Carry:
         """Applies the layers sharded over "stage" (pipeline.py)."""
         cfg, (_, stages), rounds = self.config, axis_of("layers"), self.config.pipeline_rounds
-        repeat = lambda x: jnp.broadcast_to(x, (_batch(carry), *x.shape[1:]))
+        repeat = lambda x: jnp.broadcast_to(x, (len(jax.tree.leaves(carry)[0]), *x.shape[1:]))
         repeats = len(cfg.layers(self.side)) // cfg.period(self.side)
         module, args = self._loop(repeats // rounds // stages, deterministic)
 
@@ -272,10 +262,6 @@ def _facts_read(scheme: positions.Position, facts: positions.StackFacts) -> froz
     param = lambda name, init, *args: init(jax.random.key(0), *args)
     jax.eval_shape(lambda: scheme.bind(param, Recorded()))
     return frozenset(read.items())
-
-
-def _batch(carry: Carry) -> int:
-    return len(jax.tree.leaves(carry)[0])
 
 
 def _stacked(states: tuple, period: int) -> Any:

@@ -36,6 +36,8 @@ from transformer.output import flush
 WAIT = 300  # seconds that a process waits for the others at start-up
 HEARTBEAT = 30  # seconds without a heartbeat after which a process counts as dead
 DAY = 24 * 3600  # seconds that connected processes wait, unless one dies
+_BYE = b"bye\n"  # what a process sends when it ends without a fault
+_ending = threading.Lock()
 
 
 def start_processes() -> bool:
@@ -61,9 +63,6 @@ def start_processes() -> bool:
     jax.distributed.initialize(*settings, cluster_detection_method="deactivate", **timeouts)
     atexit.register(_leave, connections)  # before JAX's shutdown, which waits for the others
     return True
-
-
-_BYE = b"bye\n"  # what a process sends when it ends without a fault
 
 
 def _listen(number: int, connection: socket.socket, connections: dict[int, socket.socket]) -> None:
@@ -96,9 +95,6 @@ def _leave(connections: dict[int, socket.socket]) -> None:
         flush()
         os._exit(130 if isinstance(sys.last_value, KeyboardInterrupt) else 1)
     _broadcast(connections, _BYE)
-
-
-_ending = threading.Lock()
 
 
 def exit_after_loss(who: str) -> NoReturn:

@@ -23,8 +23,7 @@ RULES: tuple[tuple[str, str | tuple[str, ...] | None], ...] = (
     ("head", None), ("rounds", None), ("positions", None), ("buckets", None), ("norm", None),
     ("streams", None),  # weights of residual streams
     # activations
-    ("batch", ("data", "stage", "fsdp", "expert")),
-    ("length", "context"),
+    ("batch", ("data", "stage", "fsdp", "expert")), ("length", "context"),
     ("stream", ("context", "tensor")),  # at norms and dropout (Korthikanti et al. 2022)
     ("expert_batch", ("data", "stage", "fsdp")),  # sequences dispatched to their experts
     ("capacity", None),  # the capacity slots of experts

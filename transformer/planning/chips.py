@@ -3,17 +3,18 @@
 TPUs: cloud.google.com/tpu/docs, and Austin et al., "How to Scale Your Model" (2025). GPUs: NVIDIA's
 data sheets, dense bfloat16. Times computed from these rates are lower bounds."""
 
-import dataclasses
 import math
 import re
+from typing import NamedTuple
 
 from transformer.errors import UserError
 
 GIB = 2**30
+HOST = 8  # GPUs per host; each is connected to all others
+_DCN = 6.25e9  # 200 Gbit/s per host of four chips
 
 
-@dataclasses.dataclass(frozen=True)
-class Chip:
+class Chip(NamedTuple):
     """The published numbers of one chip. A rate of 0 is unknown."""
 
     title: str
@@ -35,8 +36,6 @@ class Chip:
         return self.flops / (self.cores * 4 * 2 * self.mxu**2) if self.mxu else 0.0
 
 
-_DCN = 6.25e9  # 200 Gbit/s per host of four chips
-
 CHIPS = {
     "v4": Chip("TPU v4", 275e12, 32 * GIB, 1.228e12, 45e9, _DCN, axes=3, cores=2, pod=(4096, 16),
                mxu=128, mode="megacore"),
@@ -53,11 +52,8 @@ CHIPS = {
     "cpu": Chip("CPU", 0, 0, 0, 0, 0),
 }  # fmt: skip
 
-HOST = 8  # GPUs per host; each is connected to all others
 
-
-@dataclasses.dataclass(frozen=True)
-class Topology:
+class Topology(NamedTuple):
     """A number of chips of one kind, in one or several slices."""
 
     kind: str

@@ -15,6 +15,14 @@ SIZES = {
 }  # fmt: skip
 """Bytes per element of each HLO type."""
 
+_MOVES = {
+    "bitcast", "copy", "tuple", "opt-barrier", "reshape", "transpose", "copy-start", "slice-start",
+}  # fmt: skip
+"""Opcodes that only move or reshape their operand, besides those that end in "-done"."""
+
+_FORWARDS = {"tuple", "while", "get-tuple-element", "bitcast", "conditional", "call", "opt-barrier"}
+"""Opcodes whose results another instruction has computed."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Array:
@@ -182,15 +190,6 @@ def _closing(text: str, start: int) -> int:
         if depth == 0:
             return i + 1
     return len(text)
-
-
-_MOVES = {
-    "bitcast", "copy", "tuple", "opt-barrier", "reshape", "transpose", "copy-start", "slice-start",
-}  # fmt: skip
-"""Opcodes that only move or reshape their operand, besides those that end in "-done"."""
-
-_FORWARDS = {"tuple", "while", "get-tuple-element", "bitcast", "conditional", "call", "opt-barrier"}
-"""Opcodes whose results another instruction has computed."""
 
 
 def kept(program: HloProgram) -> float:

@@ -3,6 +3,7 @@
 import dataclasses
 import re
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 
@@ -20,8 +21,7 @@ from transformer.planning.roofline import Roofline, roofline
 from transformer.planning.work import kernel
 
 
-@dataclasses.dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """One program: its memory and work, or `too_large` if the compiler could not fit it."""
 
     memory: dict[str, float]  # bytes on a device, by kind; the sum is the peak
@@ -34,8 +34,7 @@ class Part:
         return self.too_large.needed if self.too_large else sum(self.memory.values())
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """The plan of an experiment on a machine that you do not have."""
 
     config: Experiment

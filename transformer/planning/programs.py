@@ -5,7 +5,6 @@ Those for GPUs and CPUs are compiled for simulated CPU devices, whose compiler s
 inserts collectives as the machine's does, but allocates buffers differently. No array is made."""
 
 import contextlib
-import dataclasses
 import functools
 import importlib.util
 import math
@@ -13,6 +12,7 @@ import os
 import re
 import time
 import types
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -46,8 +46,7 @@ class TooLarge(Exception):
         self.needed, self.buffers = needed, buffers
 
 
-@dataclasses.dataclass(frozen=True)
-class Compiled:
+class Compiled(NamedTuple):
     """A compiled program, what attention it uses, and the bytes that a device needs for it."""
 
     program: HloProgram
@@ -77,14 +76,12 @@ def start(topology: Topology) -> list:
     # Without these, libtpu queries Google Cloud's metadata server, warns that there is none, and
     # claims a TPU for this process alone.
     os.environ |= {
-        "TPU_SKIP_MDS_QUERY": "1",
-        "TPU_ACCELERATOR_TYPE": "v5litepod-1",
-        "TPU_WORKER_HOSTNAMES": "localhost",
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    }
+        "TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v5litepod-1",
+        "TPU_WORKER_HOSTNAMES": "localhost", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    }  # fmt: skip
     from jax.experimental import topologies
 
-    name = str(dataclasses.replace(topology, slices=1))
+    name = str(topology._replace(slices=1))
     options = {"num_slices": topology.slices} if topology.slices > 1 else {}
     options |= {"chip_config_name": topology.chip.mode} if topology.chip.mode else {}
     if math.prod(topology.shape) < 4:  # fewer than a host has

@@ -65,7 +65,7 @@ def roofline(
         if message.between_slices:
             total = message.bytes * (topology.slices if message.kind == "all-gather" else 1)
             group = np.zeros((1, topology.slices), int)
-            message = dataclasses.replace(message, bytes=total, groups=group)
+            message = message._replace(bytes=total, groups=group)
             slices, link_counts = topology.slices, {}
         else:
             coordinates = coordinates_of[message.groups]  # [groups, members, coordinates and slice]

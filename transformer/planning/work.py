@@ -3,10 +3,10 @@
 HLO text does not show the work of TPU kernels. It follows from their names and operand shapes."""
 
 import collections
-import dataclasses
 import math
 import re
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -129,8 +129,7 @@ def _flops(op: Instruction, computation: Computation) -> float:
     return float(total)
 
 
-@dataclasses.dataclass(frozen=True)
-class Collective:
+class Collective(NamedTuple):
     """A collective: its kind and size, the groups that communicate, and how often it runs. `bytes`
     is the size of a device's operand, or of its result for an all-gather."""
 
@@ -207,8 +206,7 @@ def _groups(op: Instruction) -> np.ndarray:
     return np.zeros((1, 1), int)
 
 
-@dataclasses.dataclass(frozen=True)
-class KernelWork:
+class KernelWork(NamedTuple):
     """The work of one kernel call."""
 
     flops: float = 0.0  # multiplications and additions
@@ -222,7 +220,7 @@ def kernel(op: Instruction, model: ModelConfig, known: Sequence[KernelCycles] = 
     if match := re.match(r"flash_(forward|backward)", op.name):
         key = match.group(), tuple(_operands(op)), len(op.arrays)
         cycles = [x.cycles for x in known if key == (x.name, x.operands, x.results)]
-        return dataclasses.replace(_attention(match.group(1), op), cycles=min(cycles, default=0.0))
+        return _attention(match.group(1), op)._replace(cycles=min(cycles, default=0.0))
     if match := re.match(r"t?gmm\b", op.name):
         return _grouped(match.group(), op, model)
     return KernelWork()

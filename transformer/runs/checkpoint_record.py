@@ -21,6 +21,9 @@ from transformer.parallel.sharding import path_name
 FORMAT = 2
 """The version of the format. Version 0.1.0 of this package wrote checkpoints without records."""
 
+Arrays = Mapping[str, tuple[str, tuple[int, ...], str]]
+"""Path of each array in an item -> (dtype, shape, fingerprint)."""
+
 
 class Damaged(UserError):
     """A checkpoint does not hold what was saved. `what` says how, `way_out` how to continue."""
@@ -28,10 +31,6 @@ class Damaged(UserError):
     def __init__(self, what: str, way_out: str = ""):
         super().__init__(f"{what}; {way_out}" if way_out else what)
         self.what = what
-
-
-Arrays = Mapping[str, tuple[str, tuple[int, ...], str]]
-"""Path of each array in an item -> (dtype, shape, fingerprint)."""
 
 
 def describe(items: Mapping[str, Any]) -> dict[str, Arrays]:

@@ -100,8 +100,7 @@ def evaluate(trained: LoadedRun, mesh: Mesh, part: str = "test") -> dict:
     eval_step = make_eval_step(config, build_model(config.model), mesh, trained.shardings)
     share = Share(mesh)
     batches = data.batches(part, share.sequences)
-    sources = config.data.sources.values()
-    scores_every_token = all(source.chosen.scores_every_token for source in sources)
+    scores_every_token = all(x.chosen.scores_every_token for x in config.data.sources.values())
     text = data.meta[part] if scores_every_token else None
     metrics = evaluate_loss(eval_step, trained.params, batches, share, text=text)
     report = {"step": trained.step, "part": part}
@@ -167,10 +166,9 @@ def _translate(generate: Generator, examples: Sequence, config: Experiment) -> W
 def _check_text(workdir: Path, data: Data, part: str) -> None:
     if is_converted(workdir):
         return
-    current = data.meta[part]["sha256"]
     try:
         recorded = read_manifest(workdir)["data"][part]["sha256"]
     except (KeyError, TypeError):
         raise UserError(f"{workdir / 'manifest.json'}: damaged (no data.{part}.sha256)") from None
-    if recorded != current:
+    if recorded != data.meta[part]["sha256"]:
         raise UserError(f"{workdir}: the {part} text has changed since training; restore it")

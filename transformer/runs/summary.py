@@ -30,14 +30,11 @@ def summary(
     attention = [f"attention {described}"] if backends and (is_fallback or verbose) else []
     notes = "; ".join([*attention, *([] if resumed else _advice(config, data))])
     return [
-        _model(config, mesh, params),
-        *(_table(params) if verbose else ()),
-        *_multipliers(config),
-        _text(config, data, verbose),
-        _batches(config, batches),
+        _model(config, mesh, params), *(_table(params) if verbose else ()), *_multipliers(config),
+        _text(config, data, verbose), _batches(config, batches),
         *([f"resumed     {resumed}"] if resumed else ()),
         *([f"note        {notes}"] if notes else ()),
-    ]
+    ]  # fmt: skip
 
 
 def _model(config: Experiment, mesh: Mesh, params: Any) -> str:

@@ -4,16 +4,8 @@ import dataclasses
 import itertools
 from typing import Protocol
 
-from transformer.checks import (
-    Choice,
-    Effect,
-    at_least,
-    at_most,
-    in_unit_interval,
-    one_of,
-    positive,
-    strict,
-)
+from transformer import checks
+from transformer.checks import Choice, Effect, at_least, at_most, in_unit_interval, one_of, strict
 from transformer.data.config import Task
 from transformer.data.objectives.base import Objective
 from transformer.errors import UserError
@@ -35,6 +27,18 @@ _OPTIMIZER_EFFECTS = (
     Effect(("final_fraction",),
            "a schedule with a final rate: optimizer.schedule='cosine', 'linear' or 'wsd'",
            lambda c: c.schedule in ("cosine", "linear", "wsd")),
+)  # fmt: skip
+
+_TRAIN_EFFECTS = (
+    Effect(("average_checkpoints",),
+           "as many checkpoints in train.steps: a smaller train.checkpoint_every (0 saves only at "
+           "the end)",
+           lambda c: (c.checkpoint_every
+                      and -(-c.steps // c.checkpoint_every) >= c.average_checkpoints)),
+    Effect(("init_new", "init_drop", "init_positions", "init_kv_heads", "init_encoder"),
+           "parameters to start from: train.init_from", lambda c: c.init_from),
+    Effect(("profile",), "a step to trace: train.steps > 10, because tracing begins after step 10",
+           lambda c: c.steps > 10),
 )  # fmt: skip
 
 
@@ -67,7 +71,7 @@ class OptimizerConfig:
         if not 0 <= self.final_fraction <= 1:
             raise UserError(f"optimizer.final_fraction: {self.final_fraction} must lie in [0, 1]")
         at_most("optimizer", self, 10**9, clip_norm="above it, no gradient is clipped")
-        positive("optimizer", self, "epsilon")
+        checks.positive("optimizer", self, "epsilon")
         in_unit_interval("optimizer", self, "b1", "b2", "momentum")
         if not 0 < self.decay_fraction <= 1:
             raise UserError(f"optimizer.decay_fraction: {self.decay_fraction} must lie in (0, 1]")
@@ -82,19 +86,6 @@ class OptimizerConfig:
     def rule(self) -> Optimizer:
         """The optimizer that `name` selects, with its options."""
         return OPTIMIZERS.build(self.name)
-
-
-_TRAIN_EFFECTS = (
-    Effect(("average_checkpoints",),
-           "as many checkpoints in train.steps: a smaller train.checkpoint_every (0 saves only at "
-           "the end)",
-           lambda c: (c.checkpoint_every
-                      and -(-c.steps // c.checkpoint_every) >= c.average_checkpoints)),
-    Effect(("init_new", "init_drop", "init_positions", "init_kv_heads", "init_encoder"),
-           "parameters to start from: train.init_from", lambda c: c.init_from),
-    Effect(("profile",), "a step to trace: train.steps > 10, because tracing begins after step 10",
-           lambda c: c.steps > 10),
-)  # fmt: skip
 
 
 @strict("train", _TRAIN_EFFECTS)

@@ -85,8 +85,7 @@ def _chunk(h_BxCxD, head: Head, targets_BxC, weights_BxC, smoothing: float, z_lo
     log_z_BxC = jax.nn.logsumexp(logits_BxCxV, axis=-1)
     hit_BxCxV = jax.lax.broadcasted_iota(jnp.int32, logits_BxCxV.shape, 2) == targets_BxC[..., None]
     target_BxC = jnp.sum(jnp.where(hit_BxCxV, logits_BxCxV, 0.0), axis=-1)
-    nll_BxC = log_z_BxC - target_BxC
-    loss_BxC = nll_BxC
+    nll_BxC = loss_BxC = log_z_BxC - target_BxC
     if smoothing:
         mean_BxC = jnp.sum(logits_BxCxV, axis=-1) / logits_BxCxV.shape[-1]
         loss_BxC = (1 - smoothing) * nll_BxC + smoothing * (log_z_BxC - mean_BxC)

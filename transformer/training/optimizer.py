@@ -53,11 +53,10 @@ def schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
     ends = [*config.decay_ends, steps]
     periods = [stable_then_decay(*period) for period in itertools.pairwise([0, *ends])]
     after_warmup = {
-        "cosine": cosine,
-        "linear": linear(peak, final, remaining),
+        "cosine": cosine, "linear": linear(peak, final, remaining),
         "wsd": optax.join_schedules(periods, [end - warmup for end in config.decay_ends]),
         "constant": optax.constant_schedule(peak),
-    }[config.schedule]
+    }[config.schedule]  # fmt: skip
     if is_zero(warmup):
         return after_warmup
     rise = linear(peak / warmup, peak, jnp.maximum(warmup - 1, 1))

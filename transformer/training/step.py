@@ -176,9 +176,8 @@ def training_step(
             ema = jax.tree.map(lambda old, new: decay * old + (1 - decay) * new, ema, params)
         metrics = means(sums) | {
             "objective": sum(part.loss / weights[name] for name, part in sums.items()),
-            "tokens": sums[main_loss_name(sums)].weight,
-            "grad_norm": optax.tree.norm(grads),
-        }
+            "tokens": sums[main_loss_name(sums)].weight, "grad_norm": optax.tree.norm(grads),
+        }  # fmt: skip
         return TrainState(state.step + 1, params, opt_state, ema), metrics
 
     return step
@@ -213,11 +212,8 @@ def means(sums: dict[str, Loss]) -> dict:
     """Returns the mean of each metric: `loss` and, of a cross-entropy, `accuracy` of the main loss,
     `labels_loss` and `labels_accuracy` of a label loss beside it, `router_balance` and so on."""
     main = main_loss_name(sums)
-    return {
-        ("" if name == main else f"{name}_") + metric: x
-        for name, part in sums.items()
-        for metric, x in part.means().items()
-    }
+    full = lambda name, metric: metric if name == main else f"{name}_{metric}"
+    return {full(name, k): x for name, part in sums.items() for k, x in part.means().items()}
 
 
 def make_eval_step(config: TrainTask, model: nn.Module, mesh: Mesh, placed_params) -> Callable:

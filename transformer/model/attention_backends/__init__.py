@@ -3,8 +3,8 @@ is a function `attend(q, k, v, inputs)`. Its entry in BACKENDS also has a functi
 whether it supports inputs. `reference` supports all inputs."""
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 from transformer.model.attention_backends import blockwise, cudnn, flash, ring
 from transformer.model.attention_backends.base import Attend, Inputs
@@ -14,8 +14,7 @@ from transformer.model.sharding import axis_of, platform
 __all__ = ["BACKENDS", "Backend", "Inputs", "choose", "reference"]
 
 
-@dataclasses.dataclass(frozen=True)
-class Backend:
+class Backend(NamedTuple):
     """One implementation of inner attention. `why_not(q, k, v, inputs)` returns why the backend
     does not support these inputs, in a few words, or None if it does."""
 
@@ -30,6 +29,8 @@ BACKENDS: dict[str, Backend] = {
     "flash": Backend(flash.flash, flash.why_not),
     "cudnn": Backend(cudnn.cudnn, cudnn.why_not),
 }
+
+_LISTENERS: list[dict[str, str]] = []
 
 LONG = 1024
 """From this number of queries and keys, `blockwise` is preferred to `reference`, which stores all
@@ -60,9 +61,6 @@ def choose(name: str, q, k, v, inputs: Inputs) -> Attend:
     for listener in _LISTENERS:
         listener.setdefault(chosen, reason)
     return BACKENDS[chosen].attend
-
-
-_LISTENERS: list[dict[str, str]] = []
 
 
 @contextlib.contextmanager

@@ -15,11 +15,13 @@ from transformer.model.masks import Mask, Tokens, pairs, zigzag
 from transformer.model.positions import Pair, Position
 from transformer.model.sharding import axis_of
 
+Attend = Callable[[jax.Array, jax.Array, jax.Array, "Inputs"], jax.Array]
+"""attend(q_BxTxNxH, k_BxSxKxH, v_BxSxKxH, inputs) -> out_BxTxNxH."""
+
 
 def static(default=dataclasses.MISSING):
     """Declares a static field: part of the program, not an array."""
-    default_argument = {} if default is dataclasses.MISSING else {"default": default}
-    return struct.field(pytree_node=False, **default_argument)
+    return struct.field(pytree_node=False, default=default)
 
 
 @struct.dataclass
@@ -51,12 +53,10 @@ class Inputs:
         the tokens of a document are contiguous, queries attend only to keys of their document, and
         the position scheme's logits depend on distances alone."""
         q, k, position = self.q_tokens, self.k_tokens, self.logits_position
-        if not (
-            q.order == k.order in ("contiguous", "zigzag")
-            and (self.first is not None or q.positions_BxT.shape[1] == k.positions_BxT.shape[1])
-            and self.mask.within
-            and (position is None or position.by_distance)
-        ):
+        in_order = q.order == k.order in ("contiguous", "zigzag")
+        aligned = self.first is not None or q.positions_BxT.shape[1] == k.positions_BxT.shape[1]
+        by_distance = position is None or position.by_distance
+        if not (in_order and aligned and self.mask.within and by_distance):
             return self
         (q_first, k_first), until = (0, 0) if self.first is None else self.first, q.until_BxT
         count = lambda tokens: jnp.arange(tokens.positions_BxT.shape[1], dtype=jnp.int32)[None]
@@ -65,10 +65,8 @@ class Inputs:
             q_indices, k_indices = (zigzag(x, axis_of("length")[1]) for x in (q_indices, k_indices))
         if until is not None:
             until = until - q.positions_BxT + q_indices
-        return self.replace(
-            q_tokens=q.replace(positions_BxT=q_indices, until_BxT=until),
-            k_tokens=k.replace(positions_BxT=k_indices),
-        )
+        q = q.replace(positions_BxT=q_indices, until_BxT=until)
+        return self.replace(q_tokens=q, k_tokens=k.replace(positions_BxT=k_indices))
 
     def split(self) -> tuple[tuple, tuple, Callable[[tuple, tuple], "Inputs"]]:
         """Returns (inputs with gradients, without gradients, function that joins the two)."""
@@ -78,10 +76,6 @@ class Inputs:
         named = lambda *arrays: dict(zip(names, arrays, strict=True))
         merge = lambda learned, fixed: program.replace(**named(*learned, *fixed))
         return arrays[:2], arrays[2:], merge
-
-
-Attend = Callable[[jax.Array, jax.Array, jax.Array, Inputs], jax.Array]
-"""attend(q_BxTxNxH, k_BxSxKxH, v_BxSxKxH, inputs) -> out_BxTxNxH."""
 
 
 def by_head(x_BxTxNxH: jax.Array) -> jax.Array:
@@ -127,9 +121,8 @@ def read(weights_BxNxTxS, v_BxSxKxH, inputs: Inputs, mask_BxTxS, dtype=None) -> 
     weights_BxNxTxS = weights_BxNxTxS.astype(v_BxSxKxH.dtype)
     weights_BxKxGxTxS = weights_BxNxTxS.reshape(batch, kv_heads, heads // kv_heads, queries, keys)
     with pairs(inputs.mask, inputs.q_tokens, queries, keys):
-        out_BxTxKxGxH = jnp.einsum(
-            "BKGTS,BSKH->BTKGH", weights_BxKxGxTxS, v_BxSxKxH, preferred_element_type=dtype
-        )
+        products = "BKGTS,BSKH->BTKGH", weights_BxKxGxTxS, v_BxSxKxH
+        out_BxTxKxGxH = jnp.einsum(*products, preferred_element_type=dtype)
     out_BxTxNxH = out_BxTxKxGxH.reshape(batch, queries, heads, v_BxSxKxH.shape[-1])
     position = inputs.logits_position
     if position is not None and position.reads_content:

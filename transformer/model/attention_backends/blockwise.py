@@ -10,9 +10,8 @@ A pair of blocks is computed by an inner object: `Einsum`, or a fused kernel (fl
 supports all masks, soft caps, sinks and dropout, and all position schemes whose logits depend on
 one pair of a query and a key at a time.
 
-Shape suffixes: B batch, T query length, S key length, N query heads, K key/value heads, H head
-size (of values: V), I blocks of queries, J blocks of keys, t queries per block, s keys per block.
-"""
+Shape suffixes: B batch, T query length, S key length, N query heads, K key/value heads, H size
+(of values: V), I blocks of queries, J blocks of keys, t queries per block, s keys per block."""
 
 from typing import Any
 

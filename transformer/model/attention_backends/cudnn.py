@@ -19,6 +19,8 @@ MAX_PAIRS = 8192**2
 def why_not(q, k, v, inputs: Inputs) -> str | None:
     """Returns why the backend does not support these inputs, in a few words, or None."""
     T, S, size, position = q.shape[1], k.shape[1], q.shape[-1], inputs.logits_position
+    other_scheme = position is not None and not position.is_distance_bias
+    head_axes, kv_axes = (fitting("activation_heads", x.shape[2]) for x in (q, k))
     problems = {
         "it does not run on TPUs": platform() == "tpu",
         "it requires bfloat16": platform() == "gpu" and q.dtype.itemsize != 2,
@@ -26,12 +28,8 @@ def why_not(q, k, v, inputs: Inputs) -> str | None:
         "it does not support dropout on attention weights": inputs.dropout_key is not None,
         "it does not support soft caps": bool(inputs.soft_cap),
         "it does not support sinks": inputs.sink_N is not None,
-        "the position scheme is not a function of distance": (
-            position is not None and not position.is_distance_bias
-        ),
-        "there are fewer key heads than devices for heads": (
-            fitting("activation_heads", q.shape[2]) != fitting("activation_heads", k.shape[2])
-        ),
+        "the position scheme is not a function of distance": other_scheme,
+        "there are fewer key heads than devices for heads": head_axes != kv_axes,
         f"it does not support head sizes {size} for queries and keys, {v.shape[-1]} for values": (
             size % 8 or size > 128 or v.shape[-1] != q.shape[-1]
         ),

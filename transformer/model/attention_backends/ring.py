@@ -181,5 +181,4 @@ def _backward(plan: _Plan, q, k, v, inputs: Inputs, out, lse_BxNxT, d_out):
     d_sink = None if inputs.sink_N is None else blockwise.sink_gradient(inputs.sink_N, lse, delta)
     total = lambda d, x: jax.lax.psum(d.astype(jnp.float32), plan.axis).astype(x.dtype)
     d_learned = jax.tree.map(total, (d_position, d_sink), learned)
-    joined = lambda d, dtype: join(d).astype(dtype)
-    return *map(joined, (d_q, d_k, d_v), dtypes), d_learned
+    return *map(lambda d, dtype: join(d).astype(dtype), (d_q, d_k, d_v), dtypes), d_learned

@@ -32,8 +32,7 @@ class MLP(nn.Module):
 
     @nn.compact
     def __call__(self, x_BxTxD: jax.Array, tokens: Tokens, deterministic: bool) -> jax.Array:
-        cfg, names = self.config, ("embed", "ff")
-        act = ACTIVATIONS[cfg.activation]
+        cfg, names, act = self.config, ("embed", "ff"), ACTIVATIONS[self.config.activation]
         up = functools.partial(Linear, cfg, (cfg.ff_size,), names, cfg.use_bias, self.gain)
         h_BxTxF = up(name="in")(x_BxTxD)
         h_BxTxF = act(up(name="gate")(x_BxTxD)) * h_BxTxF if cfg.glu else act(h_BxTxF)

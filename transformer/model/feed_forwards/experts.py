@@ -51,6 +51,9 @@ from transformer.model.sharding import constrain, fitting, gathered
 BIAS = "router_bias"
 """The name of the parameter that balances loads. The optimizer updates it by the sign of loads."""
 
+_AXES = {"in": ("embed", "ff"), "gate": ("embed", "ff"), "out": ("ff", "embed")}
+"""The logical names of the input and the output axis of each matrix."""
+
 MAX_EXPERTS = 4096  # the largest `num_experts`. Each makes tracing and compiling slower
 
 
@@ -92,10 +95,6 @@ class Matrix:
 
     kernel_ExIxO: jax.Array
     bias_ExO: jax.Array | None
-
-
-_AXES = {"in": ("embed", "ff"), "gate": ("embed", "ff"), "out": ("ff", "embed")}
-"""The logical names of the input and the output axis of each matrix."""
 
 
 def _map_kernels(f: Callable, matrices: dict[str, Matrix]) -> dict[str, Matrix]:
@@ -261,13 +260,11 @@ def dropless(x_BxTxD, experts_BxTxK, weights_BxTxK, real_BxT, matrices, apply, k
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.empty and (manual := set(mesh.axis_names) - set(mesh.manual_axes)):
         by_token, of_axis = P(batch or None, length or None), {"embed": embed, "ff": ff}
-
-        def by_matrix(name: str, matrix: Matrix) -> Matrix:
+        by_name = {}
+        for name, matrix in matrices.items():
             kernel = P(expert or None, *(of_axis[axis] or None for axis in _AXES[name]))
             bias = P(expert or None) if name == "out" else P(expert or None, ff or None)
-            return Matrix(kernel, None if matrix.bias_ExO is None else bias)
-
-        by_name = {name: by_matrix(name, matrix) for name, matrix in matrices.items()}
+            by_name[name] = Matrix(kernel, None if matrix.bias_ExO is None else bias)
         specs = {"in_specs": (by_token, by_name, P()), "out_specs": by_token}
         local = jax.shard_map(local, axis_names=manual, check_vma=False, **specs)
     return local((x_BxTxD, experts_BxTxK, weights_BxTxK), matrices, key), jnp.zeros(())

@@ -118,7 +118,6 @@ class Attention(nn.Module):
         return jnp.einsum("BTNH,NHI->BTNI", q_BxTxNxH, matrices_NxHxH)
 
     def _keys_and_values(self, x_BxSxD: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns the keys and values, [B, S, K, H]."""
         k_BxSxKxH = self._heads("key", self.config.kv_heads)(x_BxSxD)
         v_BxSxKxH = self._value(x_BxSxD)
         k_BxSxKxH = self._normalized("key_norm", k_BxSxKxH, self.config.qk_norm)
@@ -142,20 +141,17 @@ class Attention(nn.Module):
         mixed_BxTxKxH = w_first * first_BxTxKxH + w_own * v_BxTxKxH
         return [jnp.where(is_first, v_BxTxKxH, mixed_BxTxKxH), first_BxTxKxH]
 
-    def _attend(
-        self, x_BxTxD, q_and_kv, mask, tokens, position, deterministic, index=None, layer=None
-    ):
-        """Returns the output, [B, T, D]. `tokens` are those of the queries and of the keys."""
-        cfg = self.config
-        out_BxTxNxH = self._inner(q_and_kv, mask, tokens, position, deterministic, index, layer)
+    def _attend(self, x_BxTxD, q_and_kv, *options) -> jax.Array:
+        """Returns the output, [B, T, D]. `options` are those of `_inner`."""
+        cfg, out_BxTxNxH = self.config, self._inner(q_and_kv, *options)
         if cfg.attention_gate:
             out_BxTxNxH *= jax.nn.sigmoid(self._gate(x_BxTxD))
         if not cfg.attention_out:
             return out_BxTxNxH.reshape(x_BxTxD.shape)
         return merge_heads(self, out_BxTxNxH, cfg.attention_has_bias)
 
-    def _inner(self, q_and_kv, mask, tokens, position, deterministic, index, layer) -> jax.Array:
-        """Returns softmax(Q K^T / sqrt(d_head)) V, [B, T, N, H]."""
+    def _inner(self, q_and_kv, mask, tokens, position, deterministic, index=None, layer=None):
+        """Returns softmax(Q K^T / sqrt(d_head)) V, [B, T, N, H]. `tokens` are those of q and k."""
         (q_BxTxNxH, kv), options = q_and_kv, (self.config.head_size, deterministic, index)
         qkv = q_BxTxNxH, *map(by_head, kv)
         return inner_attention(self, qkv, mask, tokens, position, *options)

@@ -39,8 +39,7 @@ class GatedDelta(Mixer):
     q, k and v are projections of x, convolved over the last `conv` tokens and passed through SiLU.
     Then q and k are normalized to length 1, and q is divided by sqrt(d_head). The gates are
     b = sigmoid(x W_b) and a = exp(-A softplus(x W_a + dt)), with learned A and dt. The output is
-    (norm(o) * SiLU(x W_g)) W_O. Only causal decoders are supported. A document starts with S = 0.
-    """
+    (norm(o) * SiLU(x W_g)) W_O. Only causal decoders are supported. Documents start with S = 0."""
 
     scope = "gated_delta"
     fields = frozenset({"num_heads", "d_head", "d_value", "norm_epsilon"})
@@ -61,11 +60,9 @@ class GatedDelta(Mixer):
     def empty_state(self, config, batch, slots):
         width, heads = max(self.conv - 1, 1), config.num_heads
         d_head, d_value = config.head_size, config.value_size
-        return GatedDeltaState(
-            jnp.zeros((batch, heads, d_head, d_value), jnp.float32),
-            jnp.zeros((batch, width, heads, 2 * d_head + d_value), config.dtype),
-            jnp.zeros((batch, width), jnp.int32),
-        )
+        s_BxNxHxV = jnp.zeros((batch, heads, d_head, d_value), jnp.float32)
+        tail_BxWxNxF = jnp.zeros((batch, width, heads, 2 * d_head + d_value), config.dtype)
+        return GatedDeltaState(s_BxNxHxV, tail_BxWxNxF, jnp.zeros((batch, width), jnp.int32))
 
 
 class GatedDeltaNet(nn.Module):
@@ -133,9 +130,7 @@ class GatedDeltaNet(nn.Module):
         cfg, names = self.config, ("embed", "heads")
         project = lambda name: Linear(cfg, (cfg.num_heads,), names, False, name=name)(x_BxTxD)
         per_head = lambda name, init: declare(self, name, init, ("heads",), (cfg.num_heads,))
-
-        def log_of_uniform(key, shape, dtype):
-            return jnp.log(jax.random.uniform(key, shape, dtype, 0.01, 16.0))
+        log_of_uniform = lambda *args: jnp.log(jax.random.uniform(*args, 0.01, 16.0))
 
         def inverse_softplus_of_dt(key, shape, dtype):
             dt = jnp.exp(jax.random.uniform(key, shape, dtype, jnp.log(1e-3), jnp.log(1e-1)))

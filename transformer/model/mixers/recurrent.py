@@ -170,9 +170,8 @@ class Recurrence(nn.Module):
             return RecurrentState(*carried, segment_B), (out_BxG, context_BxD)
 
         segments_BxT = jnp.broadcast_to(tokens.segments_BxT, x_BxTxD.shape[:2])
-        time_major = lambda x: jnp.moveaxis(x, 1, 0)
         initial = RecurrentState(*state[:3]) if state else kind.empty(batch, self.units)
-        inputs = jax.tree.map(time_major, (z, segments_BxT, source_mask_BxTxS))
+        inputs = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (z, segments_BxT, source_mask_BxTxS))
         state, out = jax.lax.scan(step, initial, inputs, reverse=self.reverse)
         h_BxTxG, read_BxTxD = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), out)
         return h_BxTxG, context_BxTxD if read is None else read_BxTxD, state

@@ -19,6 +19,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import jax
 
+from transformer.checks import positive
 from transformer.errors import UserError
 from transformer.registry import Registry
 
@@ -73,10 +74,8 @@ class Placement:
     fixed: ClassVar[tuple[str, ...]] = ()  # parts that have no effect or no other value here
 
     def __post_init__(self):
-        for part in ("branch_gain", "branch_scale"):
-            value = getattr(self, part)
-            if value is not None and value <= 0:
-                raise UserError(f"model.norm_placement.{part}: {value} must be more than 0")
+        scales = [x for x in ("branch_gain", "branch_scale") if getattr(self, x) is not None]
+        positive("model.norm_placement", self, *scales)
         if self.layer_scale < 0:
             raise UserError(f"model.norm_placement.layer_scale: {self.layer_scale} is less than 0")
         for part in self.fixed:

@@ -19,8 +19,7 @@ class DeepNorm(Placement):
     def in_stack(self, side, encoder_layers, decoder_layers):
         n, m = encoder_layers, decoder_layers
         if not (n and m):
-            layers = n or m
-            alpha, beta = (2 * layers) ** 0.25, (8 * layers) ** -0.25
+            alpha, beta = (2 * (n or m)) ** 0.25, (8 * (n or m)) ** -0.25
         elif side == "encoder":
             alpha, beta = 0.81 * (n**4 * m) ** (1 / 16), 0.87 * (n**4 * m) ** (-1 / 16)
         else:

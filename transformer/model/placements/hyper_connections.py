@@ -135,8 +135,7 @@ class AttentionResiduals(Placement):
 
     With `block` > 1, the sources are the embeddings, the sums of the outputs in each block of
     `block` sublayers, and the sum in the current block so far. Every layer of training keeps all
-    sources, so that memory grows as layers^2 / `block`. Decoding keeps those of new tokens alone.
-    """
+    sources, so memory grows as layers^2 / `block`. Decoding keeps those of new tokens alone."""
 
     in_norm: bool = True
     final_norm: bool = True

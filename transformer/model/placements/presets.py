@@ -7,8 +7,7 @@ from transformer.model.placements.base import PLACEMENTS, Placement
 class Pre(Placement):
     """x + f(norm(x)), then a final norm (Wang et al. 2019; Xiong et al. 2020; GPT-2).
 
-    At initialization, all layers have about equal gradients. The residual stream grows with depth.
-    """
+    At initialization, layers have about equal gradients. The residual stream grows with depth."""
 
     in_norm: bool = True
     final_norm: bool = True

@@ -22,8 +22,7 @@ class _PostAndPre(Placement):
         return x_BxTxD, x_BxTxD
 
     def end(self, parts, streams, done):
-        post, pre = streams
-        return post + parts.norm("final_norm")(pre)
+        return streams[0] + parts.norm("final_norm")(streams[1])
 
 
 @PLACEMENTS.register("resi_dual")
@@ -66,8 +65,7 @@ class BottomToTop(Placement):
         u = N(x + attention(x)),  y = N(x + u + ff(u))
 
     The layer's input x is added before its last norm; with an encoder, the skip also crosses
-    cross-attention. The authors' code multiplies all initial matrices by L^-0.5: set `branch_gain`.
-    """
+    cross-attention. The authors' code multiplies initial matrices by L^-0.5: set `branch_gain`."""
 
     out_norm: bool = True
     warmup_hint: int = 1000
@@ -157,11 +155,10 @@ class HybridNorm(Placement):
 
     def connect(self, parts, site, x_BxTxD, branch):
         is_pre = self.pre_first and site.layer == 0
+        skip_BxTxD = h_BxTxD = x_BxTxD
         if site.step == site.steps - 1:
             h_BxTxD = parts.norm("norm")(x_BxTxD)
             skip_BxTxD = jnp.where(is_pre, x_BxTxD, h_BxTxD)
-        else:
-            skip_BxTxD = h_BxTxD = x_BxTxD
-            if self.pre_first:
-                h_BxTxD = jnp.where(is_pre, parts.norm("norm")(x_BxTxD), x_BxTxD)
+        elif self.pre_first:
+            h_BxTxD = jnp.where(is_pre, parts.norm("norm")(x_BxTxD), x_BxTxD)
         return self.residual_scale * skip_BxTxD + sum(branch(h_BxTxD))

@@ -36,9 +36,9 @@ def _pick(x_BxNxTxR: jax.Array, index_BxTxS: jax.Array) -> jax.Array:
     return jnp.take_along_axis(x_BxNxTxR, index_BxTxS[:, None], axis=-1)
 
 
-def _check_distance(max_distance: int) -> str | None:
-    if max_distance < 1:
-        return f"model.position.max_distance: {max_distance} must be positive"
+def _check_distance(scheme, facts) -> str | None:
+    if scheme.max_distance < 1:
+        return f"model.position.max_distance: {scheme.max_distance} must be positive"
     return None
 
 
@@ -62,8 +62,7 @@ class Shaw(Position):
     keys_RxH: jax.Array | None = None
     values_RxH: jax.Array | None = None
 
-    def check(self, facts):
-        return _check_distance(self.max_distance)
+    check = _check_distance
 
     def bind_layer(self, param, facts):
         distances, values = 2 * self.max_distance + 1, None
@@ -73,8 +72,7 @@ class Shaw(Position):
         return self.replace(keys_RxH=keys, values_RxH=values)
 
     def _index(self, distance: jax.Array) -> jax.Array:
-        k = self.max_distance
-        return jnp.clip(-distance, -k, k) + k
+        return jnp.clip(-distance, -self.max_distance, self.max_distance) + self.max_distance
 
     def score(self, logits_BxNxTxS, q_BxTxNxH, k_BxSxNxH, pair):
         terms_BxNxTxS = _pick(_products(q_BxTxNxH, self.keys_RxH), self._index(pair.distance_BxTxS))
@@ -164,8 +162,7 @@ class Deberta(Position):
     keys_RxNxH: jax.Array | None = None
     queries_RxNxH: jax.Array | None = None
 
-    def check(self, facts):
-        return _check_distance(self.max_distance)
+    check = _check_distance
 
     def bind(self, param, facts):
         name, distances = "relative_embedding", 2 * self.max_distance

@@ -43,7 +43,6 @@ class PoPE(Position):
     def check(self, facts):
         one_of("model.position.start", self.start, ("zero", "uniform"))
         positive("model.position", self, "theta")
-        return None
 
     def key_size(self, facts):
         return 2 * facts.d_head

@@ -45,9 +45,8 @@ class Rotary(Position):
         positive("model.position", self, "theta")
         rotated = int(facts.d_head * self.fraction)
         if not 0 < self.fraction <= 1 or rotated % 2 or rotated == 0:
-            size = f"d_head * fraction = {facts.d_head} * {self.fraction}"
-            way_out = f"{size} must be even and positive"
-            return f"model.position: rotation needs pairs of dimensions; {way_out}"
+            size = f"d_head * fraction = {facts.d_head} * {self.fraction} must be even and positive"
+            return f"model.position: rotation needs pairs of dimensions; {size}"
         if problem := self._scaling.check(self.theta, rotated):
             return f"model.position.scaling.{problem}"
         return None

@@ -102,8 +102,7 @@ class DynamicScaling(Scaling):
 
     The factor is factor * length / original_length - (factor - 1), and 1 up to `original_length`.
     With a cache, keys keep the rotation that they had when their sequence was shorter, as in
-    Transformers. Beyond `original_length`, decoding token by token therefore differs from one pass.
-    """
+    Transformers. Beyond `original_length`, decoding token by token thus differs from one pass."""
 
     min_dimensions: ClassVar[int] = 4  # the exponent is d / (d - 2)
 
@@ -124,8 +123,7 @@ class LongRoPEScaling(Scaling):
     """f_i / short_i in sequences of up to `original_length` tokens, and f_i / long_i in longer ones
     (Ding et al. 2024, "LongRoPE"; Phi-3).
 
-    As with "dynamic", cached keys keep the rotation that they had when their sequence was shorter.
-    """
+    As with "dynamic", cached keys keep the rotation they had when their sequence was shorter."""
 
     short_factors: tuple[float, ...] = ()  # one per pair of rotated dimensions
     long_factors: tuple[float, ...] = ()

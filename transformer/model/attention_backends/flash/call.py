@@ -1,10 +1,9 @@
 """Calls of the kernels: padding to whole tiles, the bias of all distances, and sharding. Each
-device computes its own sequences and heads.
-Shape suffixes: B batch, T query length, S key length, N query heads, K key/value heads, H head size
-(of values: V), D distances."""
+device computes its own sequences and heads. Shape suffixes: B batch, T query length, S key length,
+N query heads, K key/value heads, H head size (of values: V), D distances."""
 
-import dataclasses
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -52,8 +51,7 @@ def tile_size(tokens: int) -> int:
     return min(COST, key=lambda tile: -(-tokens // tile) * tile * COST[tile])
 
 
-@dataclasses.dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """The static part of a call."""
 
     settings: Settings  # of the kernels
@@ -136,8 +134,7 @@ class Call:
             of_heads, by_sequence = P(batch_axes or None, head_axes or None), P(batch_axes or None)
             of_limits = jax.tree.map(lambda x: by_sequence if len(x) > 1 else P(), limits)
             of_terms = jax.tree.map(lambda _: P(head_axes or None), terms)
-            qkv_specs, more_specs = [of_heads] * 3, [of_heads] * len(more)
-            in_specs = (*qkv_specs, of_limits, of_terms, P(), *more_specs)
+            in_specs = (*[of_heads] * 3, of_limits, of_terms, P(), *[of_heads] * len(more))
             out_specs = (*[of_heads] * results, *[of_terms] * learned)
             specs = {"in_specs": in_specs, "out_specs": out_specs}
             local = jax.shard_map(local, **specs, axis_names=axes, check_vma=False)

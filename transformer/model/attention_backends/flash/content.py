@@ -107,11 +107,9 @@ class Windows(NamedTuple):
             return Window(table, start(table.shape[0]), kind == ONE, rows != of)
 
         by_query, by_key = lambda D: key - query + D - reach, lambda D: query - key + reach
-        return Windows(
-            window(tables.keys_NxDxH, by_query, "queries"),
-            window(tables.queries_NxDxH, by_key, "keys"),
-            window(tables.values_NxDxV, by_query, "queries"),
-        )
+        keys = window(tables.keys_NxDxH, by_query, "queries")
+        queries = window(tables.queries_NxDxH, by_key, "keys")
+        return Windows(keys, queries, window(tables.values_NxDxV, by_query, "queries"))
 
     def add_products(self, tile: jax.Array, q_txH: jax.Array, k_sxH: jax.Array) -> jax.Array:
         """Returns the products of queries and keys plus those with the tables."""
@@ -121,11 +119,10 @@ class Windows(NamedTuple):
 
     def add_gradients(self, d_tile: jax.Array, q_txH, k_sxH, d_q_ref, d_k_ref, d_tables) -> None:
         """Adds the gradients of queries, keys and tables. `d_tile` is that of the products."""
-        of_keys, of_queries = d_tables.keys_NxDxH, d_tables.queries_NxDxH
         if self.keys is not None:
-            d_q_ref[...] += self.keys.gradient(d_tile, q_txH, of_keys)
+            d_q_ref[...] += self.keys.gradient(d_tile, q_txH, d_tables.keys_NxDxH)
         if self.queries is not None:
-            d_k_ref[...] += self.queries.gradient(d_tile, k_sxH, of_queries)
+            d_k_ref[...] += self.queries.gradient(d_tile, k_sxH, d_tables.queries_NxDxH)
 
 
 def _cut(x: jax.Array, axis: int) -> list[jax.Array]:

@@ -47,8 +47,7 @@ def forward(
             jax.ShapeDtypeStruct((batch, heads, 1, T), jnp.float32),
         ],
         scratch_shapes=[
-            *(shared.f32(t, LANES), shared.f32(t, LANES), shared.f32(t, V)),
-            toeplitz.table(terms.bias_NxD),
+            *[shared.f32(t, LANES)] * 2, shared.f32(t, V), toeplitz.table(terms.bias_NxD),
             jax.tree.map(lambda x: pltpu.VMEM((t, LANES), x.dtype), queries),
             pltpu.VMEM((t, LANES), jnp.int32) if settings.dropout else None,
         ],

@@ -1,8 +1,8 @@
 """What the forward and the backward kernel share: settings, and the logits of a tile."""
 
-import dataclasses
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +22,7 @@ NT, NN, TN = (((1,), (1,)), ((), ())), (((1,), (0,)), ((), ())), (((0,), (0,)), 
 product = functools.partial(lax.dot_general, preferred_element_type=jnp.float32)
 
 
-@dataclasses.dataclass(frozen=True)
-class Settings:
+class Settings(NamedTuple):
     """The static part of attention."""
 
     q_block: int  # queries per tile

@@ -30,12 +30,10 @@ def prepare(q_BxTxNxH, k_BxSxKxH, v_BxSxKxV, position: Position, scale: float, d
     terms = jax.tree.map(by_head, terms.replace(u_NxH=None))
     part = lambda x, *steps: None if x is None else x[:, slice(*steps)]
     scaled = _map(lambda x: terms.scale * x, terms.queries_NxDxH)  # as queries are
-    return *(q, k, v), terms.replace(
-        bias_NxD=part(terms.bias_NxD, 1, -1),
-        keys_NxDxH=part(terms.keys_NxDxH, None, 0, -1),
-        queries_NxDxH=part(scaled, 0, -1),
-        values_NxDxV=part(terms.values_NxDxV, None, 0, -1),
-    )
+    bias_NxD, keys = part(terms.bias_NxD, 1, -1), part(terms.keys_NxDxH, None, 0, -1)
+    queries, values = part(scaled, 0, -1), part(terms.values_NxDxV, None, 0, -1)
+    tables = {"keys_NxDxH": keys, "queries_NxDxH": queries, "values_NxDxV": values}
+    return q, k, v, terms.replace(bias_NxD=bias_NxD, **tables)
 
 
 def _map(f, *arrays):

@@ -63,10 +63,9 @@ class Limits:
         edge = lambda size: lambda x: jnp.pad(x, ((0, 0), (0, size)), mode="edge")
         segments = lambda x, size, value: jnp.pad(x, ((0, 0), (0, size)), constant_values=value)
         padded = Limits(*jax.tree.map(edge(queries), self.queries), *map(edge(keys), self.keys))
-        return padded.replace(
-            q_segments=segments(self.q_segments, queries, -1),
-            k_segments=segments(self.k_segments, keys, -2),
-        )
+        q_segments = segments(self.q_segments, queries, -1)
+        k_segments = segments(self.k_segments, keys, -2)
+        return padded.replace(q_segments=q_segments, k_segments=k_segments)
 
     @property
     def queries(self) -> tuple[jax.Array | None, ...]:

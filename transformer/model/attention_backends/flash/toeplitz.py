@@ -92,8 +92,7 @@ def first_row(row, lane, lanes: int):
 def add(tile_txs: jax.Array, table_ref, start) -> jax.Array:
     """Returns the tile plus its bias. `start` is the tile's `first_row`."""
     rows, lanes = tile_txs.shape
-    bias = lambda lane: table_ref[pl.ds(start - lane, rows), :]
-    add_at = lambda lane: tile_txs[:, lane : lane + LANES] + bias(lane)
+    add_at = lambda lane: tile_txs[:, lane : lane + LANES] + table_ref[pl.ds(start - lane, rows), :]
     return jnp.concatenate([add_at(lane) for lane in range(0, lanes, LANES)], axis=1)
 
 
