@@ -91,8 +91,16 @@ def test_upload_without_an_answer_is_recognized(gcs, machine, capsys):
         gcs.write("bucket", "answer/log", b"a\n")  # what this machine uploaded, unknown to it
         buckets.sync(mirror)
         log.write("b\n")
+        log.flush()
+        buckets.sync(mirror)
+        log.write("c\n")
+        log.flush()
+        gcs.write("bucket", "answer/log", b"a\nb\n")  # again, and the log has grown since
+        buckets.sync(mirror)
+        log.write("d\n")
     buckets.sync(mirror)
-    assert gcs.buckets["bucket"]["answer/log"].content == b"a\nb\n"
+    assert gcs.buckets["bucket"]["answer/log"].content == b"a\nb\nc\nd\n"
+    assert (mirror / "log").read_text() == "a\nb\nc\nd\n"
     me = Process.here(1)
     gcs.write("bucket", "answer/lock", str(me).encode())
     assert Claim(mirror / "lock")._stored.create(me)

@@ -195,8 +195,9 @@ def _download(blob, file: Path, before: _State | None) -> _State | None:
     """Writes an object to its file, or deletes the file of a deleted object."""
     content = blob and blob.download_as_bytes(if_generation_match=blob.generation)
     here = _State.of(file, before.generation if before else 0)
-    if here and read_bytes(file) == content:  # such as after an upload without an answer
-        return here._replace(generation=blob.generation)
+    if here and blob and read_bytes(file).startswith(content):  # after an upload without an answer
+        same = here._replace(generation=blob.generation)
+        return same if here.size == len(content) else _upload(blob, file, same._replace(size=-1))
     if here not in (None, before):
         reason = "it has changed here and in the bucket; the bucket's version replaces this one"
         print(f"{shown(file)}: {reason}", file=sys.stderr)
