@@ -1,7 +1,6 @@
 """Runs and sweeps in a bucket: real clients, and a server of our own."""
 
 import dataclasses
-import json
 import shutil
 
 import numpy as np
@@ -10,7 +9,7 @@ from exchange_models import gpt2
 from fake_gcs import gcs, machine, server  # fixtures
 from safetensors.numpy import load_file
 from studies import make_study
-from test_processes import launch
+from test_processes import ROOT, TRAIN, launch
 
 from transformer import buckets
 from transformer.cli import main
@@ -120,18 +119,26 @@ def test_run_of_a_mounted_folder_is_refused(gcs, machine, run_config, tmp_path):
     assert gcs.names("bucket", "mounted/checkpoints/") > {"4/_CHECKPOINT_METADATA"}
 
 
-def test_hosts_of_a_pod_need_no_shared_folder(gcs, machine, tmp_path):
-    """Two processes, each with its own mirror, train one run."""
+def test_sweep_of_a_pod_needs_no_shared_folder(gcs, machine, tmp_path):
+    """Two processes, each with its own mirror, train two arms, of which one diverges."""
     machine("first", known=True)
-
+    sweep = (
+        "def sweep():\n"
+        "    from transformer import Sweep, vary\n"
+        "    return Sweep(vary('optimizer.learning_rate', 1e30, 1e-3), seeds=1)\n"
+    )
+    (tmp_path / "x.py").write_text((ROOT / "experiments" / "smoke.py").read_text() + sweep)
+    command = ["sweep", f"--config={tmp_path / 'x.py'}", *TRAIN[2:], "--config.train.steps=3"]
     homes = [{"TRANSFORMER_DATA": str(tmp_path / f"host-{i}")} for i in range(2)]
-    for process in launch(2, "gs://bucket/pod", "--config.train.steps=2", variables=homes):
-        out, _ = process.communicate(timeout=300)
+    for process in launch(2, "gs://bucket/pod", command=command, variables=homes):
+        out, _ = process.communicate(timeout=400)
         assert process.returncode == 0, out
     names = gcs.names("bucket", "pod/")
-    assert {"checkpoints/2/commit_success.txt", "tokenizer.model"} <= names
-    lines = gcs.buckets["bucket"]["pod/metrics.jsonl"].content.decode().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == [1, 2, 2]
+    arm = "learning_rate=0.001/seed-0/"
+    assert {f"{arm}checkpoints/3/commit_success.txt", f"{arm}test.json", "sweep.json"} <= names
+    machine("third")
+    runs = load_study(buckets.open_folder("gs://bucket/pod")).runs
+    assert [run.status().kind for run in runs] == ["diverged", "done"]
 
 
 def test_init_from_and_convert_work_in_a_bucket(gcs, machine, gpt2, capsys):
