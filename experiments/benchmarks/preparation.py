@@ -1,7 +1,7 @@
 """Measures how fast text is prepared, and how fast prepared text is read.
 
     python experiments/benchmarks/preparation.py prepare [--mb=64]
-    python experiments/benchmarks/preparation.py read [--tokens=1e9] [--seconds=60]
+    python experiments/benchmarks/preparation.py read [--tokens=1e9] [--seconds=60] [--pace=10]
 
 prepare: writes MB of text (lines of WikiText-2 with their words in another order) into eight files,
     and prepares them with one worker process and with two. `datasets.map` (extra [hf]) tokenizes
@@ -10,7 +10,8 @@ prepare: writes MB of text (lines of WikiText-2 with their words in another orde
 read: writes sequences of 2,048 random tokens, and reads them in random order as the batches of a
     host of experiments/scale/decoder_1b.py. Prints the seconds until the first batch, tokens per
     second as a multiple of what the host needs (planned: 524,288 tokens per 1.80 s on 4 hosts), and
-    the memory at the beginning and at the end.
+    the memory: at the beginning, the highest of each tenth of the time. With --pace, batches are
+    read at this multiple of the need, which leaves the processor to other work.
 """
 
 import argparse
@@ -155,7 +156,7 @@ def write_sequences(folder: Path, tokens: int) -> None:
     (output / "index.json").write_text(json.dumps(index))
 
 
-def measure_reading(tokens: int, seconds: float) -> None:
+def measure_reading(tokens: int, seconds: float, pace: float) -> None:
     import dataclasses
 
     from transformer.data.config import TokenizerConfig
@@ -179,12 +180,17 @@ def measure_reading(tokens: int, seconds: float) -> None:
         for _ in range(20):
             next(stream)
         first, start, count = memory(), time.perf_counter(), 0
-        while time.perf_counter() - start < seconds:
+        highest = [0.0] * 10
+        while (spent := time.perf_counter() - start) < seconds:
             count += next(stream)["inputs"].size
+            tenth = int(10 * spent / seconds)
+            highest[tenth] = max(highest[tenth], memory())
+            time.sleep(max(count / (pace * NEED) - spent, 0.0) if pace else 0.0)
         rate = count / (time.perf_counter() - start)
         print(
             f"{rate / 1e6:.2f} M tokens/s: {rate / NEED:.0f}x what a host of decoder_1b needs; "
-            f"memory {first:,.0f} MB, after {count / 1e9:.2f} B tokens {memory():,.0f} MB"
+            f"memory {first:,.0f} MB; in {count / 1e9:.2f} B tokens, the highest of each tenth: "
+            f"{', '.join(f'{x:,.0f}' for x in highest)} MB"
         )
 
 
@@ -194,11 +200,12 @@ def main() -> None:
     parser.add_argument("--mb", type=int, default=64)
     parser.add_argument("--tokens", type=float, default=1e9)
     parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--pace", type=float, default=0.0)
     args = parser.parse_args()
     if args.what == "prepare":
         measure_preparation(args.mb)
     else:
-        measure_reading(int(args.tokens), args.seconds)
+        measure_reading(int(args.tokens), args.seconds, args.pace)
 
 
 if __name__ == "__main__":
