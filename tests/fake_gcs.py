@@ -6,6 +6,7 @@ folders. gcsfs, google-cloud-storage and TensorStore find the server by environm
 
 The fixtures `gcs` and `machine` are for the tests of buckets."""
 
+import functools
 import http.server
 import itertools
 import json
@@ -187,13 +188,14 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         return None
 
 
-@pytest.fixture(scope="module")
-def server():
+@functools.cache  # one in each process: clients keep the address of the first
+def _server() -> FakeGCS:
     return FakeGCS("bucket")
 
 
 @pytest.fixture
-def gcs(server, monkeypatch):
+def gcs(monkeypatch):
+    server = _server()
     for name, value in server.environment().items():
         monkeypatch.setenv(name, value)
     yield server

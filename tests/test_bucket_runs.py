@@ -6,7 +6,7 @@ import shutil
 import numpy as np
 import pytest
 from exchange_models import gpt2
-from fake_gcs import gcs, machine, server  # fixtures
+from fake_gcs import gcs, machine  # fixtures
 from safetensors.numpy import load_file
 from studies import make_study
 from test_processes import ROOT, TRAIN, launch

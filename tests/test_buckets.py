@@ -7,7 +7,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from fake_gcs import gcs, machine, server  # fixtures
+from fake_gcs import gcs, machine  # fixtures
 
 from transformer import buckets
 from transformer.claims import STALE, Claim, Process

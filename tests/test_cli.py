@@ -188,7 +188,7 @@ TRAIN = ["train", "--config=config.py", "--workdir=x"]
         (["evaluate", "--workdir=config.py"], "workdir: config.py is a file; choose a folder"),
         (
             ["train", "--config=config.py", "--workdir=http://x"],
-            "argument --workdir: 'http://x' is not a local folder",
+            "workdir: http:/x is not a folder; use a local one, or gs://BUCKET/FOLDER",
         ),
         (["generate", "--workdir=run", "--input=no.txt"], "--input: no file 'no.txt'"),
         (
