@@ -61,7 +61,7 @@ def test_dead_claim_is_taken_over_once(tmp_path):
     os.utime(run.claim.file, (0, 0))
     dead = run.claim.holder()
     assert run.take()
-    assert not run.claim._clear(dead) and run.claim.alive(), (
+    assert not run.claim._stored.remove(dead) and run.claim.alive(), (
         "a claim that was made since is restored"
     )
     run.claim.file.write_text("")  # another process is writing it

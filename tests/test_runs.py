@@ -208,8 +208,7 @@ def test_workdir_of_another_experiment_raises(run_config, tmp_path):
         (tmp_path / "other", "not empty and not a run"),
         (tmp_path / "other" / "thesis.tex", "is a file"),
         (tmp_path / "odd", "checkpoints is a file"),
-        ("gs://bucket/run", "not a local folder"),
-        ("s3://bucket/run", "not a local folder"),
+        ("s3://bucket/run", "not a folder; use a local one, or gs://BUCKET/FOLDER"),
     ]:
         with pytest.raises(UserError, match=message):
             check(Path(workdir), run_config)

@@ -19,8 +19,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from transformer.checks import from_extra
-from transformer.errors import TemporaryError, UserError
+from transformer.errors import TemporaryError, UserError, from_extra
 from transformer.files import data_home, read_bytes, write_atomic
 
 INTERVAL = 30.0  # seconds between synchronizations while a process works on a mirror

@@ -2,13 +2,12 @@
 
 `@strict(section, effects)` turns a dataclass into a config. Other functions check single fields."""
 
-import contextlib
 import dataclasses
 import functools
 import math
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -244,15 +243,6 @@ def build_choice(field: str, table: dict[str, type], spec: str | Mapping, is_opt
             raise UserError(f"{path}: {value} is not a finite number")
         in_float32(path, settings[key])
     return cls(**settings)
-
-
-@contextlib.contextmanager
-def from_extra(name: str, what: str) -> Iterator[None]:
-    """Turns a failed import of a package of the extra `name` into a UserError: `what` needs it."""
-    try:
-        yield
-    except ImportError:
-        raise UserError(f"{what} the extra [{name}]: pip install -e '.[{name}]'") from None
 
 
 def is_zero(number) -> bool:

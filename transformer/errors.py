@@ -1,10 +1,11 @@
 """Errors that a user can fix. The command line prints one line and exits with the error's code."""
 
+import contextlib
 import difflib
 import errno
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 LONGEST = 500
 """Maximum characters of a message. Longer ones lose the middle: field and fix are at the ends."""
@@ -33,6 +34,15 @@ class TemporaryError(UserError):
     """A fault of another process, a network or a disk, after which launchers start a run again."""
 
     exit_code = 1
+
+
+@contextlib.contextmanager
+def from_extra(name: str, what: str) -> Iterator[None]:
+    """Turns a failed import of a package of the extra `name` into a UserError: `what` needs it."""
+    try:
+        yield
+    except ImportError:
+        raise UserError(f"{what} the extra [{name}]: pip install -e '.[{name}]'") from None
 
 
 def from_os_error(error: OSError, message: str) -> UserError:

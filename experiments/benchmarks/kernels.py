@@ -15,7 +15,6 @@ Compare   the kernel without a position scheme
 """
 
 import argparse
-import dataclasses
 import os
 import tempfile
 from collections.abc import Callable
@@ -68,7 +67,7 @@ def compile_kernels(chip: str, scheme: str) -> None:
     settings = Settings(TILE, TILE, reach, heads=2, vmem=60 * 2**20)
     tokens, kinds = array(1, T, dtype=jnp.int32), None
     if terms.ends:
-        settings = dataclasses.replace(settings, kinds=(EACH, NONE))
+        settings = settings._replace(kinds=(EACH, NONE))
         kinds = array(1, T // TILE, T // TILE, dtype=jnp.int32)
     x, of_query = array(1, 2, T, H), array(1, 2, T, dtype=jnp.float32)
     limits = Limits(tokens, None, tokens, tokens, tokens, kinds)

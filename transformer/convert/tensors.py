@@ -8,11 +8,10 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 import numpy as np
 
 from transformer import output
-from transformer.checks import from_extra
 from transformer.convert.family import Family
 from transformer.convert.fields import printable, shown
 from transformer.convert.weights import Shape, Weight
-from transformer.errors import UserError
+from transformer.errors import UserError, from_extra
 from transformer.files import read_json
 from transformer.model.config import ModelConfig
 

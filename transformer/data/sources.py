@@ -22,9 +22,8 @@ from pathlib import Path
 
 from etils import epath
 
-from transformer.checks import from_extra
 from transformer.data import probes
-from transformer.errors import UserError, from_os_error
+from transformer.errors import UserError, from_extra, from_os_error
 
 Example = tuple[str, ...]
 

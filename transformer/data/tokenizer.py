@@ -15,10 +15,9 @@ from pathlib import Path
 import numpy as np
 import sentencepiece
 
-from transformer.checks import from_extra
 from transformer.data.config import TokenizerConfig
 from transformer.data.sources import as_path
-from transformer.errors import UserError
+from transformer.errors import UserError, from_extra
 
 PAD, BOS, EOS, UNK = 0, 1, 2, 3
 """Special tokens of the tokenizers that this library trains. An existing one may have others."""

@@ -13,12 +13,11 @@ from pathlib import Path
 import numpy as np
 from etils import epath
 
-from transformer.checks import from_extra
 from transformer.data import sources
 from transformer.data.config import DataConfig
 from transformer.data.sources import Example
 from transformer.data.tokenizer import FILES
-from transformer.errors import UserError
+from transformer.errors import UserError, from_extra
 from transformer.model.config import ModelConfig
 
 UNFINISHED = "unfinished"
