@@ -113,8 +113,8 @@ def check_folder(workdir: Path) -> None:
         )
     if workdir.exists() and not workdir.is_dir():
         raise UserError(f"workdir: {workdir} is a file; choose a folder")
-    manifest = read_manifest(workdir) if (workdir / "manifest.json").exists() else {}
-    if manifest and buckets.url_of(workdir) and "gs://" not in str(manifest.get("workdir")):
+    in_bucket = buckets.url_of(workdir) and (workdir / "manifest.json").exists()
+    if in_bucket and "gs://" not in str(read_manifest(workdir).get("workdir")):
         problem = f"{workdir} was written as a folder, and its checkpoints cannot be read here"
         raise UserError(f"workdir: {problem}; mount the bucket and continue in that folder")
 
