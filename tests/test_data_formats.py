@@ -203,6 +203,7 @@ def test_reader_output_is_pinned_to_the_store_version(tmp_path):
         "x.tsv": f"{bom}a\tb\r\n\t\n \tc\n d \t e \tf\n",
         "x.txt": f"{bom}a \n \n\n b\r\n",
         "x.jsonl": bom + json_line % "a" + "\n" + json_line % " " + json_line % "b",
+        "1.md": f"{bom}# a\r\n\n b \n", "2.md": " \n",
         "1.en": "a\n\nb\n", "1.es": "c\nd\n\n", "2.en": "e", "2.es": f"{bom}f",
     }  # fmt: skip
     for name, text in files.items():
@@ -210,10 +211,11 @@ def test_reader_output_is_pinned_to_the_store_version(tmp_path):
     paths = {
         "tsv": f"{tmp_path}/x.tsv",
         "text": f"{tmp_path}/x.txt",
+        "documents": f"{tmp_path}/*.md",
         "jsonl": f"{tmp_path}/x.jsonl",
         "paired": f"{tmp_path}/*.en,{tmp_path}/*.es",
     }
-    columns = {"text": ("text",)}
+    columns = {"text": ("text",), "documents": ("text",)}
     read = {
         format: list(sources.read(format, path, columns=columns.get(format, PAIR)))
         for format, path in paths.items()
@@ -223,6 +225,7 @@ def test_reader_output_is_pinned_to_the_store_version(tmp_path):
         {
             "tsv": [("a", "b"), ("d", "e")],
             "text": [("a ",), (" b",)],
+            "documents": [("# a\n\n b ",)],
             "jsonl": [("a", " e "), ("b", " e ")],
             "paired": [("a", "c"), ("e", "f")],
         },

@@ -87,6 +87,9 @@ def test_code_blocks_run(name, tmp_path, monkeypatch):
     (tmp_path / "experiments").symlink_to(ROOT / "experiments")
     lines = [line for line in (ROOT / "LICENSE").read_text().splitlines() if line.strip()]
     (tmp_path / "text.txt").write_text("\n".join(lines))
+    (tmp_path / "texts").mkdir()
+    for number, line in enumerate(lines):
+        (tmp_path / "texts" / f"{number}.txt").write_text(f"{line}\n{line}")
     (tmp_path / "pairs.tsv").write_text("\n".join(f"{line}\t{line[::-1]}" for line in lines))
     namespace, printed = {}, None
     for block in blocks:

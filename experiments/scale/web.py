@@ -81,7 +81,7 @@ def get_config(scale="pod"):
             max_length=64,
             position="rotary",
         )
-        config.data.update(length=64, batch_size=16, held_out=50)
+        config.data.update(length=64, batch_size=16, held_out=0.03)
         config.optimizer = dict(
             learning_rate=3e-3, schedule="wsd", warmup_steps=20, decay_fraction=0.1
         )
@@ -111,7 +111,8 @@ def get_config(scale="pod"):
         )
     if scale in RAW:
         tokenizer = dict(path="gs://BUCKET/tokenizer.json")
-        config.data.update(format="jsonl", tokenizer=tokenizer, **RAW[scale])
+        # By hash: no source contains what another holds out.
+        config.data.update(format="jsonl", tokenizer=tokenizer, held_out=1e-4, **RAW[scale])
         return config
     decay = config.train.steps * 9 // 10  # where the schedule begins to decay
     weights = {"web": (0.8, 0.4), "code": (0.15, 0.3), "math": (0.05, 0.3)}

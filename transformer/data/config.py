@@ -13,7 +13,7 @@ from transformer.errors import UserError
 from transformer.model.config import ModelConfig
 
 _HAS_FIELDS = ("tsv", "jsonl", "parquet", "arrayrecord", "huggingface")
-FORMATS = (*_HAS_FIELDS, "paired", "text", "probe", "prepared")
+FORMATS = (*_HAS_FIELDS, "paired", "text", "documents", "probe", "prepared")
 _TOKENIZER_EFFECTS = (
     Effect(("kind", "byte_fallback", "character_coverage", "max_sentences"),
            "data.tokenizer.path='', which trains a tokenizer", lambda c: not c.path),
@@ -95,7 +95,8 @@ class DataConfig:
     """The text, the objective and the shape of the batches."""
 
     corpus: str = ""  # a known corpus (python -m transformer data); "" reads the files below
-    # tsv | paired | text | jsonl | parquet | arrayrecord | huggingface | probe | prepared
+    # tsv | paired | text | documents | jsonl | parquet | arrayrecord | huggingface | probe |
+    # prepared
     format: str = "tsv"
     # A path or glob, local or gs://. paired: "source,target"; huggingface: "name[/subset]:split";
     # probe: "reverse:1-20"; prepared: a folder of `data prepare`.
@@ -126,8 +127,9 @@ class DataConfig:
     # causal_lm: each held-out sequence repeats this many tokens of the sequence before it as
     # context, without loss.
     eval_overlap: int = 0
-    # distinct sources to hold out for each of valid and test, unless it has its own file
-    held_out: int = 1000
+    # Sources to hold out for each of valid and test, unless it has its own file: their number, or a
+    # fraction below 0.5, with which every text of a mixture holds out the same sources.
+    held_out: int | float = 1000
     max_examples: int = 0  # maximum number of training examples; 0: all
     tokenizer: TokenizerConfig = TokenizerConfig()  # trained on the text, or an existing file
 
@@ -144,13 +146,16 @@ class DataConfig:
             self._check_mixture()
         one_of("data.too_long", self.too_long, ("drop", "cut"))
         at_least("data", self, 2, "length")
-        at_least("data", self, 1, "batch_size", "held_out")
+        at_least("data", self, 1, "batch_size")
+        if isinstance(self.held_out, int):
+            at_least("data", self, 1, "held_out")
+        elif not 0 < self.held_out < 0.5:
+            raise UserError(f"data.held_out: {self.held_out} is no fraction between 0 and 0.5")
         at_least("data", self, 0, "max_examples", "eval_overlap", "target_length")
         if self.eval_overlap >= self.length:
             limit = f"must be less than data.length = {self.length}"
             raise UserError(f"data.eval_overlap: {self.eval_overlap} {limit}")
-        are_numbers = all(field.isascii() and field.isdigit() for field in self.fields)
-        if self.format == "tsv" and not are_numbers:
+        if self.format == "tsv" and not all(x.isascii() and x.isdigit() for x in self.fields):
             raise UserError(f"data.fields: {self.fields} must be column numbers, from 0, of a tsv")
         if self.buckets and self.format == "prepared":
             raise UserError("data.buckets: prepared sequences have one length; leave it out")

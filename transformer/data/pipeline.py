@@ -63,8 +63,8 @@ class Data:
         """The batches of a split. `share`: see `Batches`. Those of train are shuffled and do not
         end. Others contain each sequence once, in order."""
         data, seed = self.config.data, self.config.seed if part == "train" else None
-        fields = ("length", "decoder_length", "batch_size", "buckets")
-        options = {field: getattr(data, field) for field in fields} | {"seed": seed, "share": share}
+        options = {"length": data.length, "decoder_length": data.decoder_length, "share": share}
+        options |= {"batch_size": data.batch_size, "buckets": data.buckets, "seed": seed}
         sources = {name: Batches(self._sequences(name, part), **options) for name in data.sources}
         for name, batches in sources.items():
             if not batches.num_sequences:
@@ -72,7 +72,7 @@ class Data:
                 problem = f"the {part} split has no sequence of {data.length} tokens"
                 problem += f" in source {name!r}" if name else ""
                 problem += f" ({reasons})" if reasons else ""
-                raise UserError(f"data.length: {problem}; add text, or change data.length")
+                raise UserError(f"data.length: {problem}; add text, or change it or data.held_out")
         if data.mixture:
             check_fields(sources)
         if part != "train":

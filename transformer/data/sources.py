@@ -159,6 +159,10 @@ def _text(file: epath.Path, fields) -> Iterator[Example]:
     return ((line,) for _, line in _lines(file) if line.strip())
 
 
+def _document(file: epath.Path, fields) -> Iterator[Example]:
+    yield ("\n".join(line for _, line in _lines(file)),)
+
+
 def _tsv(file: epath.Path, fields) -> Iterator[Example]:
     """Yields the columns of tab-separated lines that `fields` number from 0, or the first ones."""
     by_number = all(field.isdigit() for field in fields)
@@ -297,7 +301,8 @@ def _zstd(stream, file: epath.Path):
 
 
 _READERS = {
-    "tsv": _tsv, "text": _text, "jsonl": _jsonl, "parquet": _parquet, "arrayrecord": _arrayrecord,
+    "tsv": _tsv, "text": _text, "documents": _document, "jsonl": _jsonl, "parquet": _parquet,
+    "arrayrecord": _arrayrecord,
 }  # fmt: skip
 
 

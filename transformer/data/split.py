@@ -3,7 +3,10 @@
 Translation pairs are many-to-many: on a random split of Tatoeba, a nearest-neighbor memory scores
 27 BLEU. Therefore whole connected components are held out. A component contains all pairs joined by
 the same source or the same target, ignoring case and punctuation. For single texts, a component is
-a set of equal texts."""
+a set of equal texts.
+
+A fraction is held out by the hash of the text alone, and does not depend on any other text: sources
+of a mixture agree on the split of a text, and text that is added later does not change it."""
 
 import hashlib
 import re
@@ -13,13 +16,14 @@ import numpy as np
 from scipy import sparse
 
 from transformer.data.sources import Example
+from transformer.errors import UserError
 
 SPLITS = ("train", "valid", "test")
 _WORDS = bytes(i if chr(i).isalnum() and i < 128 else ord(" ") for i in range(256))
 
 
-def assign(examples: Iterable[Example], held_out: int) -> tuple[list[str], int]:
-    """Returns the split of each example, and the number of components.
+def assign(examples: Iterable[Example], held_out: int) -> list[str]:
+    """Returns the split of each example. Raises UserError if no text is left for training.
 
     Components are taken in the order of a hash of their content, first for test, then for valid,
     until each split has `held_out` distinct sources. A component with more sources than a split
@@ -31,6 +35,11 @@ def assign(examples: Iterable[Example], held_out: int) -> tuple[list[str], int]:
     ends = [row[0] for row in rows], [row[-1] for row in rows]  # an example has one or two texts
     graph = sparse.coo_array((np.ones(len(rows)), ends), shape=(len(nodes), len(nodes)))
     count, component = sparse.csgraph.connected_components(graph, directed=False)
+    if count <= 2 * held_out:
+        limit = (count - 1) // 2
+        problem = f"{held_out:,} sources in each of valid and test leave no text for training"
+        lower = f"use at most {limit:,}, or " if limit else ""
+        raise UserError(f"data.held_out: {problem}; {lower}set data.valid and data.test")
     names: dict[int, tuple[int, str]] = {}  # component -> its smallest key
     sources = [0] * count  # component -> number of distinct sources
     for key, c in zip(nodes, component.tolist(), strict=True):
@@ -45,7 +54,30 @@ def assign(examples: Iterable[Example], held_out: int) -> tuple[list[str], int]:
             if split_of[c] == "train" and sources[c] <= held_out - taken[split]:
                 split_of[c] = split
                 taken[split] += sources[c]
-    return [split_of[component[row[0]]] for row in rows], count
+    return [split_of[component[row[0]]] for row in rows]
+
+
+def by_hash(examples: Iterable[Example], share: float) -> list[str]:
+    """The split of each example, or "" for an example of none.
+
+    Sources with hashes below `share` are for test, below 2 * `share` for valid. No training example
+    has a text with such a hash, or shares a text with a held-out example."""
+    rows = [[hash64(normalize(text)) for text in example] for example in examples]
+    hashes = np.array(rows, np.uint64)
+    parts = np.where(hashes[:, 0] < held_out_below(share / 2), "test", "valid")
+    train = hashes[:, 0] >= held_out_below(share)
+    shared = [np.isin(side, side[~train]) | (side < held_out_below(share)) for side in hashes.T]
+    parts[train] = np.where(np.any(shared, axis=0), "", "train")[train]
+    return parts.tolist()
+
+
+def held_out_below(held_out: float) -> int:
+    """Texts with hashes below this are in no training text whose `data.held_out` this is."""
+    return int(held_out * 2**65) if held_out < 1 else 0
+
+
+def hash64(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def normalize(text: str) -> str:

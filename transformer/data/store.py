@@ -188,24 +188,18 @@ class RawText:
 
     def read(self, part: str) -> Iterator[Example]:
         """Yields the examples of a split. A split without a file is held out from training."""
-        if part in self.paths and part != "train":
-            yield from self._file(part)
-            return
         missing = [p for p in ("valid", "test") if p not in self.paths]
-        if not missing:
-            yield from self._file("train")
+        if part in self.paths and (part != "train" or not missing):
+            yield from self._file(part)
             return
         if self._assigned is None:
             texts = map(self._texts_to_separate, self._file("train"))
-            parts, components = split.assign(texts, self.held_out)
-            indices = [split.SPLITS.index(p if p in missing else "train") for p in parts]
-            self._assigned = np.array(indices, np.int8)
-            if components <= 2 * self.held_out:
-                limit = (components - 1) // 2
-                problem = f"{self.held_out:,} sources in each of valid and test leave no text"
-                lower = f"use at most {limit:,}, or " if limit else ""
-                way_out = f"{lower}set data.valid and data.test"
-                raise UserError(f"data.held_out: {problem} for training; {way_out}")
+            # A fraction: what it reserves for a split with a file of its own is in no split.
+            by_hash = self.held_out < 1
+            parts = (split.by_hash if by_hash else split.assign)(texts, self.held_out)
+            numbers = dict.fromkeys(("", "valid", "test"), -1 if by_hash else 0)
+            numbers |= {part: split.SPLITS.index(part) for part in ("train", *missing)}
+            self._assigned = np.array([numbers[part] for part in parts], np.int8)
         pairs = zip(self._file("train"), self._assigned == split.SPLITS.index(part), strict=True)
         yield from (example for example, is_in_part in pairs if is_in_part)
 

@@ -1,6 +1,5 @@
 """The stages of a preparation that compare texts by hash: duplicates and held-out text."""
 
-import hashlib
 import importlib
 import itertools
 import json
@@ -13,15 +12,12 @@ import numpy as np
 from transformer.data import split
 from transformer.data.preparation.job import Job, publish
 from transformer.data.sources import Example
+from transformer.data.split import hash64
 from transformer.data.store import RawText
 from transformer.errors import UserError
 
 AT_ONCE = 1 << 25
 """Hashes in the memory of a worker that looks for duplicates."""
-
-
-def _hash(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def load_filter(name: str) -> Callable[[Example], bool]:
@@ -59,8 +55,8 @@ def scan(job: Job, number: int, folder: Path) -> Path:
     passes, most = load_filter(job.filter), job.max_chars or float("inf")
     exact, sides, sizes, kept = [], [], [], []
     for example in job.examples(number):
-        exact.append(_hash("\0".join(example)))
-        sides.append([_hash(split.normalize(text)) for text in example])
+        exact.append(hash64("\0".join(example)))
+        sides.append([hash64(split.normalize(text)) for text in example])
         sizes.append(sum(len(text.encode()) for text in example))
         fits = all(job.min_chars <= len(text) <= most for text in example)
         kept.append(fits and passes(example))
@@ -90,14 +86,15 @@ def duplicates(job: Job, number: int, folder: Path, ranges: int) -> Path:
 
 def limits(job: Job) -> dict[str, int]:
     """The largest hash of a source in test, valid and the tokenizer's sample, in this order."""
-    data = job.data
-    held_out = [0 if getattr(data, part) else data.held_out for part in ("test", "valid")]
+    data, below = job.data, split.held_out_below(job.data.held_out)
+    held_out = [0 if below or getattr(data, p) else data.held_out for p in ("test", "valid")]
     sampled = 0 if data.tokenizer.path else data.tokenizer.max_sentences
     smallest, count = np.zeros(0, np.uint64), 0
     for file in range(len(job.files)):
         scanned = job.scanned(file)
         count += len(scanned["kept"])
         new = scanned["sides"][scanned["kept"], 0]
+        new = new[new >= below]
         smallest = np.unique(np.concatenate([smallest, new]))[: sum(held_out) + sampled + 1]
     if not count:
         raise UserError(f"data.train: {data.train} contains no text")
@@ -107,7 +104,8 @@ def limits(job: Job) -> dict[str, int]:
         problem = f"{data.held_out:,} sources in each of valid and test leave no text for training"
         raise UserError(f"data.held_out: {problem}; lower it, or set data.valid and data.test")
     ends = zip(("test", "valid", "sample"), itertools.accumulate([*held_out, sampled]), strict=True)
-    return {part: int(smallest[min(end, len(smallest)) - 1]) if end else -1 for part, end in ends}
+    found = {p: int(smallest[min(end, len(smallest)) - 1]) if end else -1 for p, end in ends}
+    return found | ({"test": below // 2 - 1, "valid": below - 1} if below else {})
 
 
 def select(job: Job, number: int, folder: Path, limits: dict[str, int]) -> Path:
@@ -134,9 +132,11 @@ def selected(job: Job) -> tuple[dict[str, list[Example]], list[Example]]:
         if getattr(job.data, part):
             found[part] = list(RawText(job.data, job.columns).read(part))
     sample, held_out = found.pop("sample"), [*found["valid"], *found["test"]]
-    hash_of = lambda text: _hash(split.normalize(text))
+    hash_of = lambda text: hash64(split.normalize(text))
     hashes = [set(map(hash_of, side)) for side in zip(*held_out, strict=True)]
-    is_held_out = lambda example: any(map(lambda x, h: hash_of(x) in h, example, hashes))
+    below = split.held_out_below(job.data.held_out)
+    is_in = lambda hash_, held_out: hash_ < below or hash_ in held_out
+    is_held_out = lambda example: any(map(is_in, map(hash_of, example), hashes))
     with tempfile.TemporaryDirectory() as folder:
         sides = {str(i): np.array(sorted(side), np.uint64) for i, side in enumerate(hashes)}
         np.savez(Path(folder) / "held_out.npz", **sides)

@@ -11,10 +11,10 @@ Beam passes only the numbers of files and ranges between workers; texts stay in 
 writes its result to OUTPUT/unfinished when it is complete. A preparation that is started again
 skips the tasks whose results exist.
 
-Held-out examples are those whose sources have the smallest hashes: `data.held_out` sources for
-test, as many for valid. The sources of the tokenizer's sample have the next larger hashes. The
-hash is that of the normalized text (data/split.py). An example that shares a source or target with
-a held-out one is not in the training text."""
+Held-out examples are those whose sources have the smallest hashes: `data.held_out` sources, or that
+fraction of all hashes, for test; as many for valid. The sources of the tokenizer's sample have the
+next larger hashes. The hash is that of the normalized text (data/split.py). An example that shares
+a source or target with a held-out one is not in the training text."""
 
 import dataclasses
 import hashlib

@@ -11,6 +11,7 @@ import numpy as np
 from transformer.data.preparation.job import Job, publish
 from transformer.data.records import encode
 from transformer.data.sources import Example
+from transformer.data.split import held_out_below
 from transformer.data.store import Store, tokenize
 from transformer.data.tokenizer import load_tokenizer
 
@@ -70,6 +71,7 @@ def _training(job: Job, ranges: Iterable[tuple[int, int, int]]) -> Iterator[Exam
         kept, sides = job.training(file), job.scanned(file)["sides"]
         for side, hashes in held_out.items():
             kept &= ~np.isin(sides[:, int(side)], hashes)
+        kept &= (sides >= held_out_below(job.data.held_out)).all(1)
         examples = itertools.islice(job.examples(file), start, end)
         yield from itertools.compress(examples, kept[start:end])
 
