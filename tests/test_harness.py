@@ -1,10 +1,12 @@
 """Scores of texts, and runs as models of lm-evaluation-harness: compared with its own backend."""
 
 import json
+import subprocess
 
 import numpy as np
 import pytest
 from exchange_models import TEXTS, bert, gpt2, t5
+from test_processes import TRAIN, launch, wait_for_exit
 
 import transformer
 from transformer import load_run
@@ -161,6 +163,50 @@ def test_evaluate_runs_tasks(backends, tmp_path, monkeypatch, capsys):
     assert saved["results"]["animals"]["acc,none"] == expected["results"]["animals"]["acc,none"]
     lines = (workdir / "metrics.jsonl").read_text().splitlines()
     assert "tasks/animals/acc" in json.loads(lines[-1])
+
+
+def test_tasks_of_the_harness_on_several_processes(tmp_path, monkeypatch):
+    """Each process must build its part of the same batches. Only the first writes results."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    words = ("import", "class", "list", "name", "value", "file", "string")
+    texts = [f"The {noun} of a {other}" for noun in words for other in words]
+    lines = [json.dumps({"text": text, "answer": i % 2}) for i, text in enumerate(texts)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    tasks = {
+        "choose": {
+            "output_type": "multiple_choice", "doc_to_text": "{{text}}",
+            "doc_to_target": "answer", "doc_to_choice": ["is used", "may be"],
+        },
+        "roll": {
+            "output_type": "loglikelihood_rolling", "doc_to_text": "",
+            "doc_to_target": "{{text}}, and other words that do not fit into one window of it",
+        },
+        "continue": {
+            "output_type": "generate_until", "doc_to_text": "{{text}}", "doc_to_target": "x",
+            "generation_kwargs": {"max_gen_toks": 3},
+        },
+    }  # fmt: skip
+    for name, fields in tasks.items():
+        files = {"data_files": {"test": str(tmp_path / "rows.jsonl")}}
+        about = {"task": name, "dataset_path": "json", "dataset_kwargs": files}
+        task = about | {"test_split": "test"} | fields
+        (tmp_path / f"{name}.yaml").write_text(json.dumps(task))  # JSON is YAML
+    run = tmp_path / "run"
+    assert wait_for_exit(launch(1, run, "--config.train.steps=2"))[0] == [0]
+    command = ["evaluate", f"--tasks={','.join(tasks)}", f"--include-path={tmp_path}"]
+    results = []
+    for count in (1, 2):
+        started = launch(count, run, command=[*command, *TRAIN[-2:]], stderr=subprocess.PIPE)
+        outputs = [process.communicate(timeout=150) for process in started]
+        assert [process.returncode for process in started] == [0] * count, outputs
+        assert ["choose" in out for out, _ in outputs] == [True, False][:count]
+        saved = json.loads((run / "tasks.json").read_text())["samples"]
+        results.append({name: [item["resps"] for item in saved[name]] for name in tasks})
+        (run / "tasks.json").unlink()
+    assert [len(items) for items in results[0].values()] == [len(texts)] * 3
+    assert len({json.dumps(item) for item in results[0]["choose"]}) > len(texts) // 2
+    assert results[0] == results[1]
 
 
 @pytest.mark.parametrize("count", [1, 4, 9, 23])

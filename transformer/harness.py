@@ -31,7 +31,8 @@ from transformer.runs.rundir import is_converted
 
 
 class HarnessLM(TemplateLM):
-    """A run as a model of the harness. Every process of a run gets all requests.
+    """A run as a model of the harness. Every process of a run, each of rank 0 to the harness, gets
+    all requests, and the batches are distributed over the mesh.
 
     Args:
       run: a run from `load_run`, or a run directory.
@@ -53,7 +54,6 @@ class HarnessLM(TemplateLM):
         self.add_bos_token, self.max_gen_toks = add_bos_token, max_gen_toks
         self._batch_size = batch_size or run.config.decoding.batch_size
         self._scorer = Scorer(run.config, run.params, run.tokenizer, run.mesh, self._batch_size)
-        self._rank = 0 if is_first() else 1  # only the first process reports
 
     @property
     def eot_token_id(self) -> int:
@@ -135,7 +135,7 @@ def evaluate_tasks(
         if not manager.match_tasks([name]):
             raise UserError(f"--tasks: no task {name!r}; {nearest(name, manager.all_tasks)}")
     results = simple_evaluate(HarnessLM(run), tasks=list(tasks), task_manager=manager, **options)
-    if results is None:  # not the first process
+    if not is_first():
         return ""
     results.pop("config", None)
     text = json.dumps(results, indent=1, default=handle_non_serializable, ensure_ascii=False)
