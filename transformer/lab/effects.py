@@ -121,7 +121,8 @@ def sentences(effects: Sequence[Effect], results: Results) -> list[str]:
 def _of_field(effect: Effect, results: Results) -> str:
     ((field, a, b),), x = effect.changes, effect.versus.mean
     others = [short(other) for other in results.sweep.fields if other not in (field, "arm")]
-    change = f"Averaged over {' and '.join(others)}, {b} instead of {a}"
+    over = "the sizes" if results.sweep.ladder else " and ".join(others)
+    change = f"Averaged over {over}, {b} instead of {a}"
     counts, metric = unit(results.sweep.metric, results.predicts_tokens), results.sweep.metric
     if not effect.versus.is_detectable:
         size = f"{signed(x.mean, x.half)} [{spell_range(x)}]"

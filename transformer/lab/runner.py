@@ -182,7 +182,6 @@ def train_and_evaluate(folder: Path, names: Sequence[str], evaluate: Callable) -
 
 
 def _train_and_evaluate(chosen: Sequence[PlannedRun], evaluate: Callable) -> int:
-    """`train_and_evaluate`, on runs that this process has claimed."""
     loop.received_signals.clear()
     failed: list[PlannedRun] = []
     unfinished = lambda run: not run.status().is_finished and run.saved() < run.config.train.steps

@@ -143,7 +143,6 @@ class ModelConfig:
         self._set("eos_id", special_tokens.checked(self)["eos_id"])
 
     def _set(self, field: str, value) -> None:
-        """Sets a field of this frozen dataclass during construction."""
         object.__setattr__(self, field, value)
 
     @property

@@ -14,7 +14,6 @@ from transformer.training.optimizers.base import OPTIMIZERS, Optimizer
 
 
 def _of_optimizers(field: str) -> Effect:
-    """Returns the effect of a field that only some optimizers read."""
     names = [repr(name) for name, cls in OPTIMIZERS.items() if field in cls.fields]
     reads = lambda c: field in c.rule.fields
     return Effect((field,), f"optimizer.name={' or '.join(names)}", reads)

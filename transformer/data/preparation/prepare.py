@@ -65,7 +65,6 @@ def prepare(job: Job) -> dict:
 
 
 def _begin(job: Job) -> None:
-    """Checks the job, and what the folder holds."""
     data = job.data
     hashes.load_filter(job.filter)
     for name, least in {"shard_mb": 1, "min_chars": 1, "max_chars": 0}.items():
