@@ -127,8 +127,8 @@ class DataConfig:
     # causal_lm: each held-out sequence repeats this many tokens of the sequence before it as
     # context, without loss.
     eval_overlap: int = 0
-    # Sources to hold out for each of valid and test, unless it has its own file: their number, or a
-    # fraction below 0.5, with which every text of a mixture holds out the same sources.
+    # Sources to hold out for each of valid and test, unless it has its own file: a number, or a
+    # fraction below 0.5, which a hash selects alike in all texts of a mixture.
     held_out: int | float = 1000
     max_examples: int = 0  # maximum number of training examples; 0: all
     tokenizer: TokenizerConfig = TokenizerConfig()  # trained on the text, or an existing file
