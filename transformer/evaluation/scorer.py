@@ -136,10 +136,8 @@ def score_texts(scorer: Scorer, texts: Sequence[str], contexts: Sequence[str]) -
         before = [[tokenizer.bos, *ids] for ids in before]
     room = scorer.config.model.max_length
     is_long = lambda context, text: not is_pair and len(context) == 1 and len(text) > room
-    parts = [
-        windows(*x, text, room) if is_long(x, text) else [(x, text)]
-        for x, text in zip(before, after, strict=True)
-    ]
+    split = lambda x, text: windows(*x, text, room) if is_long(x, text) else [(x, text)]
+    parts = [split(x, text) for x, text in zip(before, after, strict=True)]
     scored = iter(scorer([pair for of_text in parts for pair in of_text]))
     results = []
     for of_text, ids in zip(parts, after, strict=True):

@@ -4,6 +4,7 @@ XLA's own cost analysis counts the body of a loop once. Here a loop counts with 
 
 import dataclasses
 import functools
+import itertools
 import math
 import re
 from collections.abc import Iterator
@@ -184,12 +185,8 @@ def _parse(line: str) -> Instruction | None:
 
 def _closing(text: str, start: int) -> int:
     """Returns the index after the parenthesis that closes the one at `start`."""
-    depth = 0
-    for i in range(start, len(text)):
-        depth += (text[i] == "(") - (text[i] == ")")
-        if depth == 0:
-            return i + 1
-    return len(text)
+    depths = itertools.accumulate((x == "(") - (x == ")") for x in text[start:])
+    return next((end for end, depth in enumerate(depths, start + 1) if depth == 0), len(text))
 
 
 def kept(program: HloProgram) -> float:

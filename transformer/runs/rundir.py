@@ -108,9 +108,8 @@ def locked(workdirs: Sequence[Path]) -> Iterator[None]:
 def check_folder(workdir: Path) -> None:
     """Raises UserError if `workdir` cannot be a run directory."""
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(workdir)):  # Path turns :// into :/
-        raise UserError(
-            f"workdir: {workdir} is not a folder; use a local one, or gs://BUCKET/FOLDER"
-        )
+        way_out = "use a local one, or gs://BUCKET/FOLDER"
+        raise UserError(f"workdir: {workdir} is not a folder; {way_out}")
     if workdir.exists() and not workdir.is_dir():
         raise UserError(f"workdir: {workdir} is a file; choose a folder")
     in_bucket = buckets.url_of(workdir) and (workdir / "manifest.json").exists()

@@ -89,10 +89,8 @@ def _read_opt(f: Fields, tensors: frozenset[str]) -> dict:
 
 def _write_opt(c: ModelConfig) -> dict:
     placement = c.placement("decoder")
-    return {
-        "do_layer_norm_before": placement.in_norm,
-        "_remove_final_layer_norm": placement.in_norm and not placement.final_norm,
-    }
+    removed = placement.in_norm and not placement.final_norm
+    return {"do_layer_norm_before": placement.in_norm, "_remove_final_layer_norm": removed}
 
 
 def _opt_weights(c: ModelConfig):

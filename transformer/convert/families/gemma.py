@@ -62,18 +62,14 @@ def _read_gemma2(f: Fields) -> dict:
 
 def _peri(f: Fields) -> dict:
     return _common(f) | {
-        "norm_placement": "peri",
-        "activation": f.one_of("hidden_activation", ACTIVATIONS),
+        "norm_placement": "peri", "activation": f.one_of("hidden_activation", ACTIVATIONS),
         "attention_scale": float(f.get("query_pre_attn_scalar")) ** -0.5,
-    }
+    }  # fmt: skip
 
 
 def _write_peri(c: ModelConfig) -> dict:
-    return {
-        "hidden_act": _ACTIVATIONS_BACK[c.activation],
-        "hidden_activation": _ACTIVATIONS_BACK[c.activation],
-        "query_pre_attn_scalar": round((c.attention_scale or c.head_size**-0.5) ** -2),
-    }
+    names = dict.fromkeys(("hidden_act", "hidden_activation"), _ACTIVATIONS_BACK[c.activation])
+    return names | {"query_pre_attn_scalar": round((c.attention_scale or c.head_size**-0.5) ** -2)}
 
 
 def _read_gemma3(f: Fields) -> dict:

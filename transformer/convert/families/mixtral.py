@@ -49,12 +49,10 @@ def _read_qwen3(f: Fields) -> dict:
 
 def _write_qwen3(c: ModelConfig) -> dict:
     return write_rotary(c) | {
-        **_write_experts(c, "num_experts"),
-        "moe_intermediate_size": c.ff_size,
-        "norm_topk_prob": c.feed_forward_kind.normalize,
-        "use_sliding_window": c.window > 0,
+        **_write_experts(c, "num_experts"), "moe_intermediate_size": c.ff_size,
+        "norm_topk_prob": c.feed_forward_kind.normalize, "use_sliding_window": c.window > 0,
         "sliding_window": c.window or None,
-    }
+    }  # fmt: skip
 
 
 _W123 = {"w1": ("gate",), "w3": ("in",), "w2": ("out",)}

@@ -63,8 +63,7 @@ def _write(c: ModelConfig) -> dict:
         "relative_attention_num_buckets": options(c.position).get("num_buckets", 32),
         "relative_attention_max_distance": options(c.position).get("max_distance", 128),
         "feed_forward_proj": projections[c.activation, c.glu],
-        "tie_word_embeddings": c.logit_scale != 1.0,
-        "scale_decoder_outputs": c.logit_scale != 1.0,
+        **dict.fromkeys(("tie_word_embeddings", "scale_decoder_outputs"), c.logit_scale != 1.0),
     }
 
 
