@@ -127,8 +127,3 @@ def streams(subject: Subject, params, recorded: dict) -> Iterator[tuple[jax.Arra
         after = jax.tree.map(functools.partial(part, place=index), flat[path][0])
         done += of_layer.residuals_of_layer(side)
         yield subject.model.apply(params, end(parts, after, done), method="read")
-
-
-def sublayer_of(rest: str) -> str:
-    """Returns the sublayer of a residual, or "all" where the sublayers of a layer share one."""
-    return rest.partition("/")[0].removesuffix("residual").rstrip("_") or "all"

@@ -21,16 +21,10 @@ from transformer.data.objectives.base import Segment, given
 from transformer.data.tokenizer import Tokenizer
 from transformer.decoding.generate import Generator, check_tokenizer
 from transformer.errors import UserError
-from transformer.evaluation.subject import (
-    SELF_ATTENTION_ONLY,
-    Subject,
-    streams,
-    sublayer_of,
-    token_losses,
-)
+from transformer.evaluation.subject import SELF_ATTENTION_ONLY, Subject, streams, token_losses
 from transformer.lab.figures import new_figure, styles
 from transformer.lab.page import STYLE, document, figure_html, table_of_cells
-from transformer.model.layout import flatten, part, split_layer_path, where
+from transformer.model.layout import flatten, part, split_layer_path, sublayer_of, where
 from transformer.output import count
 from transformer.runs.evaluate import LoadedRun
 

@@ -37,6 +37,11 @@ def split_layer_path(name: str) -> tuple[str, int, str] | None:
     return (match[1], int(match[2]), match[3]) if match else None
 
 
+def sublayer_of(rest: str) -> str:
+    """Returns the sublayer of a residual, or "all" where the sublayers of a layer share one."""
+    return rest.partition("/")[0].removesuffix("residual").rstrip("_") or "all"
+
+
 def where(config: ModelConfig, paths: Iterable[str]) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Maps each unrolled path to (path in this model, index in its stack), () if not stacked."""
     return {name: (path, index) for path in paths for name, index in _indices(config, path)}

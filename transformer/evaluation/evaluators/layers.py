@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from transformer.evaluation.evaluators.base import EVALUATORS, NEEDS_TOKENS, Metrics, OneBatch
-from transformer.evaluation.subject import Snapshot, Subject, streams, sublayer_of
+from transformer.evaluation.subject import Snapshot, Subject, streams
 from transformer.model.config import ModelConfig
-from transformer.model.layout import flatten, part, split_layer_path, where
+from transformer.model.layout import flatten, part, split_layer_path, sublayer_of, where
 from transformer.training.step import batch_sums
 
 
