@@ -270,6 +270,14 @@ def test_invalid_data_configs_raise():
         ({"corpus": "pydoc", "packing": False, "buckets": (8, 64)}, "end in data.length"),
         ({"corpus": "pydoc", "train": "x"}, "both name a training text"),
         ({"corpus": "pydoc", "too_long": "keep"}, "too_long"),
+        (
+            {"train": "x"},
+            "data.format: 'tsv' has columns, the objective one text; set data.format=",
+        ),
+        (
+            {"train": "x", "format": "prepared", "held_out": 0.05},
+            "held_out: 0.05 has no effect without text that is not prepared.* at 1000",
+        ),
         ({"corpus": "pydoc", "eval_overlap": -1}, "eval_overlap: -1 is too small"),
         (
             {"corpus": "pydoc", "batch_size": 2**31},

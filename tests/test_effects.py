@@ -106,7 +106,7 @@ WITHOUT_EFFECT = {
     "data.too_long": lambda: DataConfig(too_long="cut"),
     "data.eval_overlap": lambda: DataConfig(objective="seq2seq", eval_overlap=4),
     "data.held_out": lambda: DataConfig(corpus="wikitext2", held_out=5),
-    "data.held_out ": lambda: DataConfig(train="a", valid="b", test="c", held_out=5),
+    "data.held_out ": lambda: DataConfig(train="a", valid="b", test="c", held_out=5, format="text"),
     "data.tokenizer.kind": lambda: TokenizerConfig(path="x.model", kind="bpe"),
     "data.tokenizer.byte_fallback": lambda: TokenizerConfig(kind="char", byte_fallback=False),
     # Training, decoding, devices.
@@ -208,7 +208,7 @@ def test_field_without_effect_raises(field):
             "data: must be set; add the section config.data = dict(...)",
         ),
         (
-            lambda: DataConfig(train="a", valid="b", test="c", held_out=5),
+            lambda: DataConfig(train="a", valid="b", test="c", held_out=5, format="text"),
             "data.held_out: 5 has no effect, because valid and test have their own files; leave",
         ),
         (

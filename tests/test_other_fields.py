@@ -111,12 +111,14 @@ def test_every_field_has_an_entry():
 
 
 FILES = {"train": "text.tsv", "valid": "", "test": "", "format": "tsv"}
-LM = {"length": 12, "batch_size": 2, "held_out": 5}
-PAIRS = LM | {"objective": "seq2seq", "length": 24}
+LM = {"length": 12, "batch_size": 2, "held_out": 5, "fields": ("0",)}
+PAIRS = LM | {"objective": "seq2seq", "length": 24, "fields": ()}
+DOCUMENTS = LM | {"format": "documents", "fields": (), "held_out": 1000}
+DOCUMENTS |= {"valid": "more.tsv", "test": "more.tsv"}
 
 DATA = {
-    "format": ("text", LM | {"fields": ()}), "train": "more.tsv", "valid": "more.tsv",
-    "test": "more.tsv", "fields": (("1",), LM), "reverse": (True, PAIRS),
+    "format": ("text", DOCUMENTS), "train": "more.tsv", "valid": "more.tsv", "test": "more.tsv",
+    "fields": (("1",), LM), "reverse": (True, PAIRS),
     "objective": ("prefix_lm", LM), "length": 16, "target_length": (12, PAIRS), "batch_size": 3,
     "packing": False, "buckets": ((6, 12), LM | {"packing": False}), "too_long": ("cut", PAIRS),
     "eval_overlap": 4, "held_out": 7, "max_examples": 9,

@@ -62,8 +62,7 @@ class TokenizerConfig:
 def _has_own_splits(c) -> bool:
     """Whether files or the corpus provide both valid and test."""
     corpus = corpora.CORPORA.get(c.corpus)
-    has_files = bool(c.valid and c.test) or c.format == "prepared"
-    return {"valid", "test"} <= corpus.files.keys() if corpus else has_files
+    return {"valid", "test"} <= corpus.files.keys() if corpus else bool(c.valid and c.test)
 
 
 _DATA_EFFECTS = (
@@ -72,7 +71,7 @@ _DATA_EFFECTS = (
            lambda c: c.format in _HAS_FIELDS),
     Effect(("reverse",), "a source and a target to swap: data.objective='seq2seq'",
            lambda c: c.chosen.has_pairs),
-    Effect(("valid", "test", "reverse", "max_examples"),
+    Effect(("valid", "test", "reverse", "max_examples", "held_out"),
            "text that is not prepared: set this when it is prepared (data prepare)",
            lambda c: c.format != "prepared"),
     Effect(("packing",),
@@ -155,8 +154,12 @@ class DataConfig:
         if self.eval_overlap >= self.length:
             limit = f"must be less than data.length = {self.length}"
             raise UserError(f"data.eval_overlap: {self.eval_overlap} {limit}")
-        if self.format == "tsv" and not all(x.isascii() and x.isdigit() for x in self.fields):
+        is_tsv = self.format == "tsv"
+        if is_tsv and not all(x.isascii() and x.isdigit() for x in self.fields):
             raise UserError(f"data.fields: {self.fields} must be column numbers, from 0, of a tsv")
+        if is_tsv and self.train and (self.fields, self.chosen.columns) == ((), ("text",)):
+            way_out = "set data.format='text' for lines, or data.fields=('0',) for the first column"
+            raise UserError(f"data.format: 'tsv' has columns, the objective one text; {way_out}")
         if self.buckets and self.format == "prepared":
             raise UserError("data.buckets: prepared sequences have one length; leave it out")
         if self.buckets:
