@@ -30,39 +30,38 @@ def _sizes(name: str, shared: dict, columns: tuple[str, ...], rows: dict) -> dic
 
 _DECODER = ("num_decoder_layers", "d_model", "num_heads", "d_ff")
 _ENCODER = ("num_encoder_layers", "d_model", "num_heads", "d_ff")
+_GROUPED = (*_DECODER, "num_kv_heads")
 _BOTH = ("num_encoder_layers", "num_decoder_layers", "d_model", "num_heads", "d_ff")
 _NORMAL = {"initializer": "normal", "embedding_init_std": 0.02}
 
 _VASWANI = {  # Vaswani et al. 2017, table 3
-    "family": "encoder_decoder", "vocab_size": 37_000, "max_length": 1024,
+    "family": "encoder_decoder", "vocab_size": 37_000, "max_length": 1024, "embedding_scale": True,
     "position": "sinusoidal", "norm_placement": "post", "activation": "relu",
-    "embedding_scale": True,
 }  # fmt: skip
 _TRANSFORMER = _sizes("transformer", _VASWANI, (*_BOTH, "dropout"), {
     "base": (6, 6, 512, 8, 2048, 0.1), "big": (6, 6, 1024, 16, 4096, 0.3),
 })  # fmt: skip
 
+_TEXTBOOK = {
+    "family": "decoder", "vocab_size": 8192, "d_model": 512, "position": "learned",
+    "num_heads": 8, "activation": "relu",
+}  # fmt: skip
 _TEXTBOOKS = {
     # Hewitt's notes, section 2: attention (eqs. 7-8: one head, no scale, no biases, no W_O),
     # positions, a nonlinearity and the causal mask. No norms or residuals; d_ff = 5 d_model.
-    "minimal": {
-        "family": "decoder", "vocab_size": 8192, "num_decoder_layers": 2, "d_model": 512,
-        "d_ff": 2560, "num_heads": 1, "attention_scale": 1.0, "attention_bias": False,
-        "attention_out": False, "position": "learned",
-        "norm_placement": {"name": "none", "residual_scale": 0.0}, "activation": "relu",
+    "minimal": _TEXTBOOK | {
+        "num_decoder_layers": 2, "d_ff": 2560, "num_heads": 1, "attention_scale": 1.0,
+        "attention_bias": False, "attention_out": False,
+        "norm_placement": {"name": "none", "residual_scale": 0.0},
     },
     # MIT 6.390, eqs. 9.9-9.12: heads summed through W_c, no feed-forward biases, post-norm.
-    "mit_6390": {
-        "family": "decoder", "vocab_size": 8192, "num_decoder_layers": 6, "d_model": 512,
-        "d_ff": 2048, "num_heads": 8, "position": "learned", "norm_placement": "post",
-        "activation": "relu", "use_bias": False,
+    "mit_6390": _TEXTBOOK | {
+        "num_decoder_layers": 6, "d_ff": 2048, "norm_placement": "post", "use_bias": False,
     },
     # Jurafsky & Martin, eqs. 9.10-9.46: pre-norm, attention projections without biases, a
     # feed-forward with biases, a final norm, and E^T as the unembedding.
-    "jurafsky_martin": {
-        "family": "decoder", "vocab_size": 8192, "num_decoder_layers": 6, "d_model": 512,
-        "d_ff": 2048, "num_heads": 8, "position": "learned", "norm_placement": "pre",
-        "activation": "relu", "attention_bias": False,
+    "jurafsky_martin": _TEXTBOOK | {
+        "num_decoder_layers": 6, "d_ff": 2048, "norm_placement": "pre", "attention_bias": False,
     },
 }  # fmt: skip
 
@@ -71,9 +70,7 @@ _BERT = _sizes("bert", _NORMAL | {  # Devlin et al. 2019, with both pre-training
     "position": "learned", "norm_placement": "post", "norm_epsilon": 1e-12, "embedding_norm": True,
     "activation": "gelu", "head_transform": True, "logit_bias": True, "pooling": "cls",
     "pooler": True, "num_labels": 2, "dropout": 0.1, "attention_dropout": 0.1,
-}, _ENCODER, {
-    "base": (12, 768, 12, 3072), "large": (24, 1024, 16, 4096),
-})  # fmt: skip
+}, _ENCODER, {"base": (12, 768, 12, 3072), "large": (24, 1024, 16, 4096)})  # fmt: skip
 
 # Warner et al. 2024: one global layer, then two that attend to 64 tokens on either side.
 _GLOBAL = {"window": 0, "position": {"name": "rotary", "theta": 160_000.0}}
@@ -83,9 +80,7 @@ _MODERNBERT = _sizes("modernbert", _NORMAL | {
     "layer_pattern": (_GLOBAL, _LOCAL, _LOCAL), "norm_placement": "pre", "norm_epsilon": 1e-5,
     "norm_offset": False, "embedding_norm": True, "first_norm": False, "activation": "gelu",
     "glu": True, "use_bias": False, "head_transform": True, "logit_bias": True,
-}, _ENCODER, {
-    "base": (22, 768, 12, 1152), "large": (28, 1024, 16, 2624),
-})  # fmt: skip
+}, _ENCODER, {"base": (22, 768, 12, 1152), "large": (28, 1024, 16, 2624)})  # fmt: skip
 
 _GPT = _NORMAL | {  # Radford et al. 2019
     "family": "decoder", "vocab_size": 50_257, "position": "learned", "norm_placement": "pre",
@@ -107,9 +102,8 @@ _GPT3 = _sizes("gpt3", _GPT | {"max_length": 2048}, (*_DECODER, "d_head"), {
 })  # fmt: skip
 
 _BLOOM = _sizes("bloom", _NORMAL | {  # Scao et al. 2022, table 3
-    "family": "decoder", "vocab_size": 250_880, "max_length": 2048, "position": "alibi",
-    "norm_placement": "pre", "norm_epsilon": 1e-5, "embedding_norm": True,
-    "activation": "gelu_tanh",
+    "family": "decoder", "vocab_size": 250_880, "max_length": 2048, "activation": "gelu_tanh",
+    "position": "alibi", "norm_placement": "pre", "norm_epsilon": 1e-5, "embedding_norm": True,
 }, _DECODER, {
     "560m": (24, 1024, 16, 4096), "1b1": (24, 1536, 16, 6144),
     "1b7": (24, 2048, 16, 8192), "3b": (30, 2560, 32, 10_240),
@@ -123,8 +117,7 @@ _T5_SHARED = {
     "embedding_init_std": 1.0, "dropout": 0.1, "attention_dropout": 0.1, "activation_dropout": 0.1,
 }  # fmt: skip
 _T5 = _sizes("t5", _T5_SHARED | {"activation": "relu"}, (*_BOTH, "d_head", "logit_scale"), {
-    "small": (6, 6, 512, 8, 2048, 64, 512**-0.5),
-    "base": (12, 12, 768, 12, 3072, 64, 768**-0.5),
+    "small": (6, 6, 512, 8, 2048, 64, 512**-0.5), "base": (12, 12, 768, 12, 3072, 64, 768**-0.5),
     "large": (24, 24, 1024, 16, 4096, 64, 1024**-0.5),
     "3b": (24, 24, 1024, 32, 16_384, 128, 1024**-0.5),
     "11b": (24, 24, 1024, 128, 65_536, 128, 1024**-0.5),
@@ -146,9 +139,8 @@ _BART = _sizes("bart", _POST | {
 }, _BOTH, {
     "base": (6, 6, 768, 12, 3072), "large": (12, 12, 1024, 16, 4096),
 }) | _sizes("marian", _POST | {
-    "vocab_size": 58_101, "max_length": 512,
-    "position": {"name": "sinusoidal", "layout": "halves"}, "embedding_scale": True,
-    "activation": "silu",
+    "vocab_size": 58_101, "max_length": 512, "embedding_scale": True, "activation": "silu",
+    "position": {"name": "sinusoidal", "layout": "halves"},
 }, _BOTH, {"": (6, 6, 512, 8, 2048)})  # fmt: skip
 
 _OPT_SHARED = _NORMAL | {  # Zhang et al. 2022
@@ -170,9 +162,7 @@ _NEOX_SHARED = _NORMAL | {  # Black et al. 2022; Biderman et al. 2023
     "norm_placement": "pre", "norm_epsilon": 1e-5, "parallel": True, "activation": "gelu",
     "tie_embeddings": False,
 }  # fmt: skip
-_NEOX = _sizes("gpt_neox", _NEOX_SHARED | {
-    "activation": "gelu_tanh",
-}, (*_DECODER, "vocab_size"), {
+_NEOX = _sizes("gpt_neox", _NEOX_SHARED | {"activation": "gelu_tanh"}, (*_DECODER, "vocab_size"), {
     "20b": (44, 6144, 64, 24_576, 50_432),
 }) | _sizes("pythia", _NEOX_SHARED, (*_DECODER, "vocab_size"), {
     "70m": (6, 512, 8, 2048, 50_304), "160m": (12, 768, 12, 3072, 50_304),
@@ -182,51 +172,39 @@ _NEOX = _sizes("gpt_neox", _NEOX_SHARED | {
 })  # fmt: skip
 
 _LLAMA_SHARED = _NORMAL | {  # Touvron et al. 2023; Dubey et al. 2024
-    "family": "decoder", "position": "rotary", "norm_placement": "pre", "norm": "rmsnorm",
-    "norm_epsilon": 1e-5, "activation": "silu", "glu": True, "use_bias": False,
-    "tie_embeddings": False,
+    "family": "decoder", "position": "rotary", "norm_placement": "pre", "tie_embeddings": False,
+    "norm": "rmsnorm", "norm_epsilon": 1e-5, "activation": "silu", "glu": True, "use_bias": False,
 }  # fmt: skip
-_LLAMA_3_1 = {
-    "name": "rotary", "theta": 500_000.0,
-    "scaling": {
-        "name": "llama3", "factor": 8.0, "original_length": 8192,
-        "low_frequency_factor": 1.0, "high_frequency_factor": 4.0,
-    },
-}  # fmt: skip
-_LLAMA = _sizes("llama2", _LLAMA_SHARED | {
-    "vocab_size": 32_000, "max_length": 4096,
-}, (*_DECODER, "num_kv_heads"), {
+_LLAMA_3 = {"8b": (32, 4096, 32, 14_336, 8), "70b": (80, 8192, 64, 28_672, 8)}
+_LLAMA_3_1 = {"name": "rotary", "theta": 500_000.0, "scaling": {
+    "name": "llama3", "factor": 8.0, "original_length": 8192,
+    "low_frequency_factor": 1.0, "high_frequency_factor": 4.0,
+}}  # fmt: skip
+_LLAMA = _sizes("llama2", _LLAMA_SHARED | {"vocab_size": 32_000, "max_length": 4096}, _GROUPED, {
     "7b": (32, 4096, 32, 11_008, 32), "13b": (40, 5120, 40, 13_824, 40),
     "70b": (80, 8192, 64, 28_672, 8),
 }) | _sizes("llama3", _LLAMA_SHARED | {
     "vocab_size": 128_256, "max_length": 8192, "position": {"name": "rotary", "theta": 500_000.0},
-}, (*_DECODER, "num_kv_heads"), {
-    "8b": (32, 4096, 32, 14_336, 8), "70b": (80, 8192, 64, 28_672, 8),
-}) | _sizes("llama3.1", _LLAMA_SHARED | {
+}, _GROUPED, _LLAMA_3) | _sizes("llama3.1", _LLAMA_SHARED | {
     "vocab_size": 128_256, "max_length": 131_072, "position": _LLAMA_3_1,
-}, (*_DECODER, "num_kv_heads"), {
-    "8b": (32, 4096, 32, 14_336, 8), "70b": (80, 8192, 64, 28_672, 8),
-    "405b": (126, 16_384, 128, 53_248, 8),
-})  # fmt: skip
+}, _GROUPED, _LLAMA_3 | {"405b": (126, 16_384, 128, 53_248, 8)})  # fmt: skip
 
 _MISTRAL = _sizes("mistral", _LLAMA_SHARED | {  # Jiang et al. 2023
     "vocab_size": 32_000, "max_length": 32_768, "window": 4096,
-}, (*_DECODER, "num_kv_heads"), {"7b": (32, 4096, 32, 14_336, 8)})  # fmt: skip
+}, _GROUPED, {"7b": (32, 4096, 32, 14_336, 8)})  # fmt: skip
 
 _QWEN_SHARED = _LLAMA_SHARED | {  # Yang et al. 2024, 2025
     "vocab_size": 151_936, "position": {"name": "rotary", "theta": 1_000_000.0},
     "norm_epsilon": 1e-6,
 }  # fmt: skip
+_QWEN_3 = _QWEN_SHARED | {"max_length": 40_960, "d_head": 128, "qk_norm": True}
 _QWEN = _sizes("qwen2", _QWEN_SHARED | {
     "max_length": 131_072, "qkv_bias": True,
-}, (*_DECODER, "num_kv_heads", "vocab_size", "tie_embeddings"), {
-    "0.5b": (24, 896, 14, 4864, 2, 151_936, True),
-    "1.5b": (28, 1536, 12, 8960, 2, 151_936, True),
+}, (*_GROUPED, "vocab_size", "tie_embeddings"), {
+    "0.5b": (24, 896, 14, 4864, 2, 151_936, True), "1.5b": (28, 1536, 12, 8960, 2, 151_936, True),
     "7b": (28, 3584, 28, 18_944, 4, 152_064, False),
     "72b": (80, 8192, 64, 29_568, 8, 152_064, False),
-}) | _sizes("qwen3", _QWEN_SHARED | {
-    "max_length": 40_960, "d_head": 128, "qk_norm": True,
-}, (*_DECODER, "num_kv_heads", "tie_embeddings"), {
+}) | _sizes("qwen3", _QWEN_3, (*_GROUPED, "tie_embeddings"), {
     "0.6b": (28, 1024, 16, 3072, 8, True), "1.7b": (28, 2048, 16, 6144, 8, True),
     "4b": (36, 2560, 32, 9728, 8, True), "8b": (36, 4096, 32, 12_288, 8, False),
     "14b": (40, 5120, 40, 17_408, 8, False), "32b": (64, 5120, 64, 25_600, 8, False),
@@ -238,9 +216,8 @@ _GEMMA2 = _sizes("gemma2", _LLAMA_SHARED | {
     "norm_zero_centered": True, "activation": "gelu_tanh", "embedding_scale": True,
     "attention_soft_cap": 50.0, "logit_soft_cap": 30.0, "tie_embeddings": True,
     "layer_pattern": ({"window": 4096}, {"window": 0}),
-}, (*_DECODER, "num_kv_heads", "d_head", "attention_scale"), {
-    "2b": (26, 2304, 8, 9216, 4, 256, 256**-0.5),
-    "9b": (42, 3584, 16, 14_336, 8, 256, 256**-0.5),
+}, (*_GROUPED, "d_head", "attention_scale"), {
+    "2b": (26, 2304, 8, 9216, 4, 256, 256**-0.5), "9b": (42, 3584, 16, 14_336, 8, 256, 256**-0.5),
     "27b": (46, 4608, 32, 36_864, 16, 128, 144**-0.5),
 })  # fmt: skip
 
@@ -256,10 +233,7 @@ _GEMMA3_LARGE = _gemma3(1024, scaling={"name": "linear", "factor": 8.0})
 _GEMMA3 = _sizes("gemma3", {k: x for k, x in _LLAMA_SHARED.items() if k != "position"} | {
     "norm_placement": "peri", "norm_epsilon": 1e-6, "norm_zero_centered": True, "qk_norm": True,
     "activation": "gelu_tanh", "embedding_scale": True, "tie_embeddings": True,
-}, (
-    *_DECODER, "num_kv_heads", "d_head", "attention_scale", "vocab_size", "max_length",
-    "layer_pattern",
-), {
+}, (*_GROUPED, "d_head", "attention_scale", "vocab_size", "max_length", "layer_pattern"), {
     "1b": (26, 1152, 4, 6912, 1, 256, 256**-0.5, 262_144, 32_768, _gemma3(512)),
     "4b": (34, 2560, 8, 10_240, 4, 256, 256**-0.5, 262_208, 131_072, _GEMMA3_LARGE),
     "12b": (48, 3840, 16, 15_360, 8, 256, 256**-0.5, 262_208, 131_072, _GEMMA3_LARGE),
@@ -269,7 +243,7 @@ _GEMMA3 = _sizes("gemma3", {k: x for k, x in _LLAMA_SHARED.items() if k != "posi
 _OLMO2 = _sizes("olmo2", _LLAMA_SHARED | {  # OLMo team 2025
     "vocab_size": 100_352, "max_length": 4096, "position": {"name": "rotary", "theta": 500_000.0},
     "norm_placement": "res_post", "norm_epsilon": 1e-6, "qk_norm": True, "qk_norm_joint": True,
-}, (*_DECODER, "num_kv_heads"), {
+}, _GROUPED, {
     "1b": (16, 2048, 16, 8192, 16), "7b": (32, 4096, 32, 11_008, 32),
     "13b": (40, 5120, 40, 13_824, 40), "32b": (64, 5120, 40, 27_648, 8),
 })  # fmt: skip
@@ -279,12 +253,9 @@ _EXPERTS = _sizes("mixtral", _LLAMA_SHARED | {
     "vocab_size": 32_000, "max_length": 32_768,
     "position": {"name": "rotary", "theta": 1_000_000.0},
     "feed_forward": {"name": "experts", "num_experts": 8, "top_k": 2},
-}, (*_DECODER, "num_kv_heads"), {
-    "8x7b": (32, 4096, 32, 14_336, 8),
-}) | _sizes("qwen3", _QWEN_SHARED | {
-    "max_length": 40_960, "d_head": 128, "qk_norm": True,
+}, _GROUPED, {"8x7b": (32, 4096, 32, 14_336, 8)}) | _sizes("qwen3", _QWEN_3 | {
     "feed_forward": {"name": "experts", "num_experts": 128, "top_k": 8},
-}, (*_DECODER, "num_kv_heads"), {"30b_a3b": (48, 2048, 32, 768, 4)})  # fmt: skip
+}, _GROUPED, {"30b_a3b": (48, 2048, 32, 768, 4)})  # fmt: skip
 
 ARCHITECTURES: dict[str, dict] = (
     _TRANSFORMER | _TEXTBOOKS | _BERT | _MODERNBERT | _GPT2 | _GPT3 | _BLOOM | _T5 | _BART
