@@ -1,5 +1,4 @@
 """The first and the following steps of decoding, and the tokens that end it, for all generators.
-
 Shape suffixes: B batch, S source length, P prompt length, V vocabulary."""
 
 import functools

@@ -1,5 +1,4 @@
 """The loss of a text: its means, and the loss of each token for evaluators that break it down.
-
 Shape suffixes: B batch, T length, V vocabulary."""
 
 import dataclasses

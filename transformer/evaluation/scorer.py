@@ -1,5 +1,4 @@
 """Log-probabilities and embeddings of given texts, batched by length.
-
 Shape suffixes: B batch, T length, D d_model, V vocabulary."""
 
 import dataclasses

@@ -1,5 +1,4 @@
 """The model and data that evaluators measure, and helpers that show the internals of a model.
-
 Shape suffixes: B batch, T length, E d_embedding, V vocabulary."""
 
 import dataclasses

@@ -1,5 +1,4 @@
 """Observes a trained model on one text: an HTML page of token losses, logit lens, maps and sizes.
-
 Shape suffixes: B batch (1), T length, S key length, N heads, L layers, V vocabulary."""
 
 import base64

@@ -1,5 +1,4 @@
 """Embedding and unembedding: from tokens to vectors, and from vectors to logits.
-
 Shape suffixes: B batch, T length, D d_model, E d_embedding or d_model, V vocabulary, Y types."""
 
 import jax

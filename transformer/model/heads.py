@@ -1,5 +1,4 @@
 """The classification head of encoders and decoders: one label per sequence or per token.
-
 Shape suffixes: B batch, T length, D d_model, C num_labels."""
 
 import jax

@@ -1,5 +1,4 @@
 """Pooling of a sequence's hidden states for classification, by name.
-
 Shape suffixes: B batch, T length, D d_model."""
 
 import jax.numpy as jnp

@@ -1,5 +1,4 @@
 """A stack of layers: an encoder, a decoder, or a decoder that attends to an encoder.
-
 Shape suffixes: B batch, T length of this stack's tokens, S length of the encoder's, D d_model."""
 
 import dataclasses

@@ -1,5 +1,4 @@
 """Inputs of attention backends, and what plain-JAX ones share: logits, and weights times values.
-
 Shape suffixes: B batch, T queries, S keys, N query heads, K key/value heads, G = N / K, H size."""
 
 import dataclasses

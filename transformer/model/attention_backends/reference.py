@@ -1,5 +1,4 @@
 """The reference backend, which supports all inputs. Tests compare the other backends with it.
-
 Shape suffixes: B batch, T queries, S keys, N query heads, K key/value heads, H head size."""
 
 import jax

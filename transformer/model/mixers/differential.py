@@ -1,7 +1,5 @@
-"""Differential attention (Ye et al. 2024, arXiv:2410.05258).
-
-Shape suffixes: B batch, T query length, S key length, D d_model, N query heads, K key heads, H head
-size, V 2 d_value."""
+"""Differential attention (Ye et al. 2024, arXiv:2410.05258). Shape suffixes: B batch, T query
+length, S key length, D d_model, N query heads, K key heads, H head size, V 2 d_value."""
 
 import functools
 

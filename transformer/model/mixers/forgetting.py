@@ -1,5 +1,4 @@
 """Forgetting attention (Lin et al. 2025, arXiv:2503.02130).
-
 Shape suffixes: B batch, T new tokens, D d_model, N heads, H head size, C extra channels."""
 
 import functools

@@ -1,5 +1,4 @@
 """Gated DeltaNet (Yang et al. 2024, arXiv:2412.06464).
-
 Shape suffixes: B batch, T length, D d_model, N heads, H d_head (of queries and keys), V d_value, W
 past tokens that the convolution reads (conv - 1, but at least 1), L = W + T, F = 2 H + V convolved
 channels per head, X chunks, C tokens per chunk."""

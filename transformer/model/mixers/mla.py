@@ -1,5 +1,4 @@
 """Multi-head latent attention (DeepSeek-AI 2024, "DeepSeek-V2").
-
 Shape suffixes: B batch, T query length, S key length, D d_model, N heads, H d_head, V d_value, R
 kv_rank, P size of the rotated part (d_rope, unless the position scheme widens it)."""
 

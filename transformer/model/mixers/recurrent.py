@@ -1,5 +1,4 @@
 """Recurrent networks, which attention replaced, with and without attention to a source.
-
 Shape suffixes: B batch, T length of the stack's tokens, S length of the source, D d_model, F gates,
 G units per direction, E sources, K = B / E sequences per source (a sentence's beams, or 1)."""
 

@@ -1,5 +1,4 @@
 """Residual streams with learned reads and writes: hyper-connections, mHC, attention residuals.
-
 Shape suffixes: B batch, T length, D d_model, n and m streams, S slots of a buffer of sums."""
 
 import dataclasses

@@ -1,5 +1,4 @@
 """PoPE: polar coordinate position embedding.
-
 Shape suffixes: B batch, T length, N query heads, K key/value heads, H head size."""
 
 import math

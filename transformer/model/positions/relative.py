@@ -1,5 +1,4 @@
 """Positions added to the attention logits as a function of distance: ALiBi and T5's buckets.
-
 Shape suffixes: N heads, R buckets."""
 
 import math

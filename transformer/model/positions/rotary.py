@@ -1,5 +1,4 @@
 """Rotary positions: rotates queries and keys by angles proportional to their positions.
-
 Shape suffixes: B batch, T length, N query heads, K key/value heads, H head size, P pairs."""
 
 import jax

@@ -1,5 +1,4 @@
 """xPos: rotary positions with decay.
-
 Shape suffixes: B batch, T length, N query heads, K key/value heads, H head size, P pairs of
 dimensions per head, C blocks of positions, A table rows, one for every 512 positions."""
 

@@ -1,5 +1,4 @@
 """Muon: momentum whose matrices are orthogonalized (Jordan et al. 2024).
-
 Shape suffixes: G matrices of equal shape, n rows and m columns with n <= m."""
 
 import itertools
