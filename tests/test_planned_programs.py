@@ -44,6 +44,7 @@ def planned_experiment(family="decoder", mesh=None, train=(), data=(), **model):
             ),
             "data": {
                 "train": "nowhere",
+                "format": "text",
                 "objective": objective,
                 "length": T,
                 "batch_size": ROWS,

@@ -90,7 +90,8 @@ def test_plan_of_simulated_devices(tmp_path, capsys):
         "def get_config():\n"
         "    return dict(model=dict(family='decoder', vocab_size=48, d_model=32, d_ff=64,"
         " num_heads=4, num_decoder_layers=2, max_length=32),"
-        " data=dict(train='nowhere', objective='causal_lm', length=32, batch_size=16),"
+        " data=dict(train='nowhere', format='text', objective='causal_lm',"
+        " length=32, batch_size=16),"
         " mesh=dict(data=1, fsdp=-1))\n"
     )
     command = [
@@ -124,7 +125,8 @@ def test_plan_compares_every_arm(tmp_path, capsys):
         "def get_config():\n"
         "    return dict(model=dict(family='decoder', vocab_size=48, d_model=32, d_ff=64,"
         " num_heads=4, num_decoder_layers=2, max_length=32),"
-        " data=dict(train='nowhere', objective='causal_lm', length=32, batch_size=16))\n"
+        " data=dict(train='nowhere', format='text', objective='causal_lm',"
+        " length=32, batch_size=16))\n"
     )
     command = [
         "plan",

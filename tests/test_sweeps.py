@@ -15,7 +15,8 @@ from transformer import *
 def get_config():
     return dict(model=dict(family="decoder", vocab_size=48, d_model=32, d_ff=64, num_heads=4,
                            num_decoder_layers=2, max_length=32),
-                data=dict(train="nowhere", objective="causal_lm", length=32, batch_size=16))
+                data=dict(train="nowhere", format="text", objective="causal_lm", length=32,
+                          batch_size=16))
 def sweep():
     return SWEEP
 """
