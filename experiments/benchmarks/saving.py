@@ -14,12 +14,13 @@ the cores with the training, so that `slower` is larger than with a real bucket.
 """
 
 import argparse
+import os
 import statistics
 import sys
 import tempfile
 from pathlib import Path
 
-from transformer import train
+from transformer import buckets, train
 from transformer.config import Experiment
 from transformer.mapping import from_mapping
 from transformer.runs.metrics import read_metrics
@@ -53,8 +54,6 @@ def experiment(every: int) -> Experiment:
 
 def measure(workdir: str, every: int) -> tuple[float, float, int]:
     """Trains, and returns the seconds of training, those of waiting, and a checkpoint's bytes."""
-    from transformer import buckets
-
     train(experiment(every), workdir)
     lines = read_metrics(buckets.local_path(workdir))
     line = [line for line in lines if "time/trained_seconds" in line][-1]  # before the last save
@@ -67,8 +66,6 @@ def measure(workdir: str, every: int) -> tuple[float, float, int]:
 def main(options: argparse.Namespace) -> None:
     bucket = options.bucket
     if not bucket:
-        import os
-
         sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
         from fake_gcs import FakeGCS
 

@@ -72,7 +72,7 @@ def by_hash(examples: Iterable[Example], share: float) -> list[str]:
 
 
 def held_out_below(held_out: float) -> int:
-    """Texts with hashes below this are in no training text whose `data.held_out` this is."""
+    """The hash below which texts are held out, if `held_out` is a fraction; 0 if it is a number."""
     return int(held_out * 2**65) if held_out < 1 else 0
 
 
