@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
+BENCHMARKS = FOLDER.parent / "experiments" / "benchmarks"
 MARKED = re.compile(r"(<!-- generated: ([\w ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -121,25 +122,33 @@ def _backends() -> str:
     """Which attention backends compute each position scheme."""
     from transformer.model.positions import SCHEMES
 
+    on_gpus = [row for run in _runs() if run["machine"]["platform"] == "gpu" for row in run["rows"]]
+    of_flash = [row for row in on_gpus if row.get("backend") == "flash"]
+    passed = {row.get("position") for row in of_flash if row["status"] == "passed"}
+
     def row(name: str, scheme) -> tuple[str, ...]:
         plain_logits = not scheme.acts_on_logits
         plain, pairwise = "tested on CPUs", "tested on CPUs" if scheme.pairwise else "no"
         on_tpu = "fused; interpreted and compiled" if plain_logits or scheme.has_terms else "no"
-        on_gpu = "fused; not run" if plain_logits or scheme.is_distance_bias else "no"
+        on_gpu = "fused; interpreted" if plain_logits or scheme.is_distance_bias else "no"
+        same = "none" if scheme.hooks <= {"embed"} else name  # for an attention backend
+        on_gpu += "; run" if on_gpu != "no" and same in passed else ""
         return (f"`{name}`", plain, pairwise, pairwise, on_tpu, on_gpu)
 
-    header = ("scheme", "`reference`", "`blockwise`", "`ring`", "`flash` (TPU)", "`cudnn` (GPU)")
+    header = ("scheme", "`reference`", "`blockwise`", "`ring`", "`flash` (TPU)", "`flash` (GPU)")
     return table(header, (row(name, cls()) for name, cls in sorted(SCHEMES.items())))
 
 
 def _accelerators() -> str:
     """The results of experiments/benchmarks/accelerator.py on all machines that have run it."""
-    folder = FOLDER.parent / "experiments" / "benchmarks"
-    sys.path.insert(0, str(folder))
+    sys.path.insert(0, str(BENCHMARKS))
     import accelerator
 
-    runs = [json.loads(path.read_text()) for path in sorted(folder.glob("machines/*.json"))]
-    return accelerator.table(runs, accelerator.headline())
+    return accelerator.table(_runs(), accelerator.headline())
+
+
+def _runs() -> list[dict]:
+    return [json.loads(path.read_text()) for path in sorted(BENCHMARKS.glob("machines/*.json"))]
 
 
 def _placements() -> str:

@@ -42,7 +42,7 @@ TINY = {
 """Sizes of the models that tests train; divisible by every mesh of eight devices."""
 
 
-GENERAL_BACKENDS = [name for name in BACKENDS if name not in ("ring", "flash", "cudnn")]
+GENERAL_BACKENDS = [name for name in BACKENDS if name not in ("ring", "flash")]
 """Attention backends that need no mesh and support any sequence length and head size."""
 
 

@@ -185,7 +185,7 @@ def headline() -> list[str]:
 
     checks = [
         f"checks: {backend}, {dtype}"
-        for backend in ("blockwise", "flash", "cudnn")
+        for backend in ("blockwise", "flash")
         for dtype in accelerator_checks.DTYPES
     ]
     return [*checks, *accelerator_speed.headline()]

@@ -39,11 +39,13 @@ TRACING = threading.RLock()
 """Programs are traced one at a time, and compiled in parallel."""
 
 
-def compiled(function: Callable, *args, precision: str | None = None, **options):
+def compiled(
+    function: Callable, *args, precision: str | None = None, compiler_options=None, **options
+):
     """Compiles a function for these arguments or shapes."""
     with TRACING, jax.default_matmul_precision(precision):
         lowered = jax.jit(function, **options).lower(*args)
-    return lowered.compile()
+    return lowered.compile(compiler_options)
 
 
 def programs(schemes: list[str] | None = None) -> dict[str, list[str]]:
@@ -217,7 +219,9 @@ def _program(backend: Backend, inputs: Inputs, arrays: list) -> tuple | str | Ex
     args = (q, k, v, scheme, inputs.sink_N)
     try:
         precision = "highest" if q.dtype == jnp.float32 else None
-        return compiled(run, *args, precision=precision), args
+        # Autotuning takes most of the time on GPUs.
+        fast = {"xla_gpu_autotune_level": 0} if jax.default_backend() == "gpu" else None
+        return compiled(run, *args, precision=precision, compiler_options=fast), args
     except Exception as e:  # raised again where the results are read
         return e
 

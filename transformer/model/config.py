@@ -91,8 +91,8 @@ class ModelConfig:
     # In a decoder, tokens of a prefix attend to each other in both directions (Raffel et al. 2020).
     prefix_lm: bool = False
     window: int = 0  # attend to keys fewer than this many positions away; 0: to all keys
-    # auto | reference | blockwise | ring | flash (TPU) | cudnn (GPU). A backend that does not
-    # support the inputs is replaced by another, and the reason is recorded.
+    # auto | reference | blockwise | ring | flash (TPU, GPU). A backend that does not support the
+    # inputs is replaced by another, and the reason is recorded.
     attention_backend: str = "auto"
 
     tie_embeddings: bool = True  # the unembedding is the (target) embedding table, transposed

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from transformer.model.attention_backends import blockwise, cudnn, flash, ring
+from transformer.model.attention_backends import blockwise, flash, ring
 from transformer.model.attention_backends.base import Attend, Inputs
 from transformer.model.attention_backends.reference import reference
 from transformer.model.sharding import axis_of, platform
@@ -27,7 +27,6 @@ BACKENDS: dict[str, Backend] = {
     "blockwise": Backend(blockwise.blockwise, blockwise.why_not),
     "ring": Backend(ring.ring, ring.why_not),
     "flash": Backend(flash.flash, flash.why_not),
-    "cudnn": Backend(cudnn.cudnn, cudnn.why_not),
 }
 
 _LISTENERS: list[dict[str, str]] = []
@@ -39,14 +38,14 @@ logits at once. On two CPU cores, it is faster from 512 (experiments/benchmarks/
 
 def choose(name: str, q, k, v, inputs: Inputs) -> Attend:
     """Returns the backend for these inputs, where `name` is the config's `attention_backend`.
-    "auto" prefers `flash` on TPUs, except for single queries, and then `ring` where sequences are
-    sharded. If the preferred backends do not support the inputs, long inputs fall back to
-    `blockwise`, and all inputs finally to `reference`. `record` collects the reasons."""
+    "auto" prefers `flash` on TPUs and GPUs, except for single queries, and then `ring` where
+    sequences are sharded. If the preferred backends do not support the inputs, long inputs fall
+    back to `blockwise`, and all inputs finally to `reference`. `record` collects the reasons."""
     sharded, size = axis_of("length")[1] > 1, min(q.shape[1], k.shape[1])
     preferred = [name]
     if name == "auto":
-        on_tpu = platform() == "tpu" and size > 1
-        preferred = ["flash"] * on_tpu + ["ring"] * (sharded and q.shape[1] > 1)
+        is_fused = platform() in ("tpu", "gpu") and size > 1
+        preferred = ["flash"] * is_fused + ["ring"] * (sharded and q.shape[1] > 1)
     if size >= LONG and name not in ("reference", "blockwise"):
         preferred.append("blockwise")
     problems = {}

@@ -1,12 +1,13 @@
-"""TPUs' fused attention: flash attention in Pallas, with all schemes that depend on distance.
+"""Fused attention on TPUs and GPUs: flash attention in Pallas, with schemes of distances.
 
-No array over queries and keys is stored, so memory is linear in length. The kernels (forward.py,
-backward.py) compute whole sequences if the on-chip memory allows. Longer sequences, and those that
-are sharded, are combined from pairs of blocks of queries and keys (blockwise.py, ring.py).
+No array over queries and keys is stored, so memory is linear in length. The kernels for TPUs
+(forward.py, backward.py) compute whole sequences if the on-chip memory allows. Longer sequences,
+and those that are sharded, are combined from pairs of blocks of queries and keys (blockwise.py,
+ring.py). GPUs have their own kernels (gpu.py).
 
 The kernels know no position scheme by name. A scheme's `terms` (positions/base.py) are a vector of
-biases by distance (toeplitz.py) and tables of vectors by distance, whose products with queries,
-keys and weights the kernels add (content.py, terms.py).
+biases by distance (toeplitz.py) and, on TPUs, tables of vectors by distance, whose products with
+queries, keys and weights the kernels add (content.py, terms.py).
 
 Supported are all plain masks (tiles.py), packed documents, padding, soft caps, sinks, dropout,
 grouped-query attention, and any head size and length. On CPUs, kernels are interpreted, for tests.
@@ -18,10 +19,12 @@ import jax.numpy as jnp
 
 from transformer.model.attention_backends.base import Inputs, by_head
 from transformer.model.attention_backends.blockwise import blockwise
+from transformer.model.attention_backends.flash import call
 from transformer.model.attention_backends.flash.call import TILES, Call, bytes_per_token, memory
 from transformer.model.attention_backends.flash.tiles import LANES
 from transformer.model.attention_backends.ring import ring, why_not as why_no_ring
-from transformer.model.sharding import axis_of, platform
+from transformer.model.positions import Position
+from transformer.model.sharding import axis_of
 
 
 def why_not(q, k, v, inputs: Inputs) -> str | None:
@@ -29,8 +32,11 @@ def why_not(q, k, v, inputs: Inputs) -> str | None:
     position, mask = inputs.logits_position, inputs.mask
     by_distance = position is not None and position.has_terms
     in_order = inputs.q_tokens.order == inputs.k_tokens.order in ("contiguous", "zigzag")
+    has_tables = by_distance and _tables(position) > 0
     problems = {
-        "it does not run on GPUs": platform() == "gpu",
+        "on GPUs, the position scheme may depend on distance alone": has_tables and call.on_gpu(),
+        "on GPUs, it supports head sizes to 256": max(q.shape[-1], v.shape[-1]) > 256
+        and call.on_gpu(),
         f"it does not support the mask {mask}": not (mask.plain and mask.within),
         "the position scheme is not a function of distance": position and not by_distance,
         "distances differ from those in the sequence": by_distance and not in_order,
@@ -43,7 +49,7 @@ def flash(q_BxTxNxH, k_BxSxKxH, v_BxSxKxV, inputs: Inputs) -> jax.Array:
     """Returns what `reference` returns."""
     inputs = inputs.by_index()
     sizes, position = (q_BxTxNxH.shape[-1], v_BxSxKxV.shape[-1]), inputs.logits_position
-    tables = 0 if position is None else len(position.terms(jnp.zeros(1, jnp.int32), 1.0).tables)
+    tables = 0 if position is None else _tables(position)
     size = block_size(q_BxTxNxH.dtype.itemsize, *sizes, tables)
     if _is_sharded(q_BxTxNxH):
         return ring(q_BxTxNxH, k_BxSxKxH, v_BxSxKxV, inputs, BlockPair(size))
@@ -52,12 +58,19 @@ def flash(q_BxTxNxH, k_BxSxKxH, v_BxSxKxV, inputs: Inputs) -> jax.Array:
     return _whole(q_BxTxNxH, k_BxSxKxH, v_BxSxKxV, inputs)
 
 
+def _tables(position: Position) -> int:
+    return len(position.terms(jnp.zeros(1, jnp.int32), 1.0).tables)
+
+
 def _is_sharded(q_BxTxNxH) -> bool:
     return axis_of("length")[1] > 1 and q_BxTxNxH.shape[1] > 1
 
 
 def block_size(itemsize: int, H: int, V: int, tables: int) -> int:
-    """Returns the largest number of tokens that fits into on-chip memory, a multiple of 128."""
+    """Returns the largest number of tokens that fits into on-chip memory, a multiple of 128. GPUs
+    read keys and values from their main memory."""
+    if call.on_gpu():
+        return 2**30
     room = int(0.9 * memory()) - TILES
     return max(room // bytes_per_token(itemsize, H, V, tables) // LANES * LANES, LANES)
 

@@ -3,6 +3,7 @@ device computes its own sequences and heads. Shape suffixes: B batch, T query le
 N query heads, K key/value heads, H head size (of values: V), D distances."""
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from transformer.model.attention_backends.base import Inputs, by_head
+from transformer.model.attention_backends.flash import gpu
 from transformer.model.attention_backends.flash.backward import backward
 from transformer.model.attention_backends.flash.forward import forward
 from transformer.model.attention_backends.flash.settings import Settings
@@ -44,6 +46,16 @@ def memory() -> int:
     device = jax.sharding.get_abstract_mesh().abstract_device
     kind = device.device_kind if device is not None else jax.devices()[0].device_kind
     return MEMORY.get(kind, 128) * 2**20
+
+
+def on_gpu() -> bool:
+    """Returns whether the kernels are those for GPUs."""
+    return platform() == "gpu"
+
+
+def kernels() -> tuple[Callable, Callable]:
+    """Returns the forward and the backward kernel of this platform."""
+    return (gpu.forward, gpu.backward) if on_gpu() else (forward, backward)
 
 
 def tile_size(tokens: int) -> int:
@@ -99,11 +111,11 @@ class Call(NamedTuple):
     def forward(self, q_BxNxTxH, k_BxKxSxH, v_BxKxSxV, terms: Terms, limits: Limits, seed):
         """Returns (out [B, N, T, V], log-sum-exp float32[B, N, T])."""
         qkv = (q_BxNxTxH, k_BxKxSxH, v_BxKxSxV)
-        return self._on_each_device(forward, 2, *qkv, terms, limits, seed)
+        return self._on_each_device(kernels()[0], 2, *qkv, terms, limits, seed)
 
     def backward(self, q_BxNxTxH, k_BxKxSxH, v_BxKxSxV, terms, limits, seed, *of_queries):
         """Returns the gradients of q, k, v and the terms. `of_queries`: lse, delta, d_out."""
-        kernel = functools.partial(backward, learned=self.learned)
+        kernel = functools.partial(kernels()[1], learned=self.learned)
         args = (q_BxNxTxH, k_BxKxSxH, v_BxKxSxV, terms, limits, seed, *of_queries)
         d_q, d_k, d_v, *d_terms = self._on_each_device(kernel, 3, *args, learned=self.learned)
         kv_heads = k_BxKxSxH.shape[1]
