@@ -118,8 +118,9 @@ def cases(small: bool, schemes: list[str] | None) -> tuple[list[Case], list[Case
         for position in some
         for part in PASSES[small:]
     ]
+    peer = [cudnn(with_bias, *usual, part) for with_bias in (False, True) for part in PASSES]
     more = [case for shape in others for case in attend(shape)]
-    return [*attend(usual), *models, *decoding(small)], [*backends, *more]
+    return [*attend(usual), *models, *decoding(small)], [*backends, *peer, *more]
 
 
 def headline() -> list[str]:
@@ -165,6 +166,41 @@ def attention(position: str, T: int, H: int, part: str, backend: str = "auto") -
         flops = 2.0 * N * H * T**2 * (1 if part == PASSES[0] else 3.5)  # half of all pairs
         took = timed(lambda: program(*qkv, scheme))
         yield measured(took, flops=flops, backend=chosen) | ({"why": why} if why else {})
+
+    return Case("attention", name, build, run)
+
+
+def cudnn(with_bias: bool, T: int, H: int, part: str) -> Case:
+    """Returns the measurement of cuDNN's causal attention with the mask that packed documents need,
+    and with a bias, as JAX offers it: with an element for each pair of tokens."""
+    N, more = max(WIDTH // H, 1), ("mask", "bias")[: 1 + with_bias]
+    name = f"attention, cuDNN with a {' and a '.join(more)}: {T:,} tokens, {N} heads of {H}, {part}"
+    shapes = {"mask": ((1, 1, T, T), bool), "bias": ((1, N, T, T), jnp.bfloat16)}
+    chosen = [shapes[x] for x in more]
+
+    def attend(q, k, v, *arrays):
+        options = dict(zip(more, arrays, strict=True), implementation="cudnn", is_causal=True)
+        return jax.nn.dot_product_attention(q, k, v, **options)
+
+    def gradients(*args):
+        loss = lambda *args: jnp.sum(attend(*args).astype(jnp.float32) ** 2)
+        return jax.grad(loss, (0, 1, 2, 4)[: 3 + with_bias])(*args)
+
+    def build():
+        if jax.default_backend() != "gpu":
+            return None
+        qkv = [((1, T, N, H), jnp.bfloat16)] * 3
+        function = attend if part == PASSES[0] else gradients
+        return compiled(function, *(jax.ShapeDtypeStruct(*x) for x in (*qkv, *chosen)))
+
+    def run(program) -> Iterator[dict]:
+        if program is None:
+            yield {"status": "unsupported", "why": "it runs on GPUs"}
+            return
+        arrays = [jnp.ones(*x) for x in chosen]
+        qkv = [_normal(i, (1, T, N, H)) for i in range(3)]
+        flops = 2.0 * N * H * T**2 * (1 if part == PASSES[0] else 3.5)
+        yield measured(timed(lambda: program(*qkv, *arrays)), flops=flops)
 
     return Case("attention", name, build, run)
 
