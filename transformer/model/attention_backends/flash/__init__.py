@@ -59,7 +59,10 @@ def flash(q_BxTxNxH, k_BxSxKxH, v_BxSxKxV, inputs: Inputs) -> jax.Array:
 
 
 def _tables(position: Position) -> int:
-    return len(position.terms(jnp.zeros(1, jnp.int32), 1.0).tables)
+    distances_D = jax.ShapeDtypeStruct((1,), jnp.int32)
+    return len(
+        jax.eval_shape(lambda distances_D: position.terms(distances_D, 1.0), distances_D).tables
+    )
 
 
 def _is_sharded(q_BxTxNxH) -> bool:
