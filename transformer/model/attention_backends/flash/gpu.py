@@ -161,12 +161,8 @@ def _call(kernel: Callable, tiles: Tiles, grid: tuple[int, int, int], results: l
     settings, shape, rows_are_keys, *arrays = tiles[:-2]
 
     def spec(x) -> pl.BlockSpec:
-        (batch, heads), rest = x.shape[:2], x.shape[2:]
-        index = lambda i, n, b: (
-            b if batch > 1 else 0,
-            lax.div(n * heads, grid[1]),
-            *[0] * len(rest),
-        )
+        (batch, heads), rest, first = x.shape[:2], x.shape[2:], [0] * (x.ndim - 2)
+        index = lambda i, n, b: (b if batch > 1 else 0, lax.div(n * heads, grid[1]), *first)
         return pl.BlockSpec((None, None, *rest), index)
 
     def body(*refs):
@@ -187,19 +183,16 @@ def _call(kernel: Callable, tiles: Tiles, grid: tuple[int, int, int], results: l
     return call(*arrays)
 
 
-def _tiles(
-    settings, shape: Shape, rows_are_keys: bool, q, k, v, limits: Limits, terms, seed, *of_queries
-):
+def _tiles(settings, shape: Shape, rows_are_keys: bool, q, k, v, limits, terms, seed, *of_queries):
     """Returns the arrays that kernels read, each with two leading axes. Head sizes are padded to
     powers of two, which Triton requires."""
-    d_out = of_queries[2] if of_queries else None
+    d_out = _pad(of_queries[2]) if of_queries else None
     queries, keys = jax.tree.map(lambda x: x[:, None], (limits.queries, limits.keys))
     bias = None if terms.bias_NxD is None else LOG2_E * terms.bias_NxD[None]
     states = limits.states(shape.t, shape.s)
     work = _work(jnp.swapaxes(states, 1, 2) if rows_are_keys else states)
-    queries = Side(_pad(q), None if d_out is None else _pad(d_out), queries, of_queries[:2])
-    side = Side(_pad(k), _pad(v), keys)
-    return Tiles(settings, shape, rows_are_keys, queries, side, bias, seed[None, None], work)
+    sides = Side(_pad(q), d_out, queries, of_queries[:2]), Side(_pad(k), _pad(v), keys)
+    return Tiles(settings, shape, rows_are_keys, *sides, bias, seed[None, None], work)
 
 
 def _pad(x: jax.Array) -> jax.Array:
@@ -207,9 +200,7 @@ def _pad(x: jax.Array) -> jax.Array:
     return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, more)))
 
 
-def forward(
-    settings: Settings, q_BxNxTxH, k_BxKxSxH, v_BxKxSxV, limits: Limits, terms: Terms, seed
-):
+def forward(settings, q_BxNxTxH, k_BxKxSxH, v_BxKxSxV, limits: Limits, terms: Terms, seed):
     """Returns what forward.py does."""
     (batch, heads, T, H), V = q_BxNxTxH.shape, v_BxKxSxV.shape[-1]
     shape = shapes(q_BxNxTxH.dtype.itemsize, max(H, V), terms.bias_NxD is not None)[0]
@@ -250,9 +241,7 @@ def backward(
     """Returns what backward.py does."""
     (batch, heads, T, H), (S, V) = q_BxNxTxH.shape, v_BxKxSxV.shape[2:]
     arrays = q_BxNxTxH, k_BxKxSxH, v_BxKxSxV, limits, terms, seed, lse_BxNxT, delta_BxNxT
-    _, for_q, for_kv, for_bias = shapes(
-        q_BxNxTxH.dtype.itemsize, max(H, V), terms.bias_NxD is not None
-    )
+    _, for_q, for_kv, for_bias = shapes(q_BxNxTxH.dtype.itemsize, max(H, V), bias=False)
     tiles = _tiles(settings, for_q, False, *arrays, d_out_BxNxTxV)
     like = lambda x, side, length: settings.like(x, (batch, heads, length, side.shape[-1]))
     d_q = [like(q_BxNxTxH, tiles.queries.x, T)]
