@@ -12,7 +12,7 @@ from studies import configs_and_facts, write_run
 from test_compare import compare
 
 from transformer import Sweep, UserError, arms, chain, product, scan, vary
-from transformer.lab import figures, report, results, verdict
+from transformer.lab import figures, report, report_tables as tables, results, verdict
 from transformer.lab.formatting import spell
 from transformer.lab.report_tables import disturbances
 from transformer.lab.statistics import mean
@@ -335,4 +335,25 @@ def test_curves_that_are_the_same_appear_once(tmp_path):
     log.write_text(log.read_text().replace("1000", "2000"))
     assert list(figures.curves(compare(tmp_path))) == [
         "loss_by_steps", "loss_by_tokens", "loss_by_time"
+    ]  # fmt: skip
+
+
+def test_costs_contain_those_of_a_plan(tmp_path):
+    """`plan --json=DIR/plan.json` adds columns for arms that it planned as they were trained."""
+    for arm, size in (("a", 32), ("b", 48), ("c", 64)):
+        write_run(tmp_path, arm, 0, 4.0, model__d_ff=size)
+    judged = compare(tmp_path)
+    judged = judged._replace(results=judged.results._replace(folders=(tmp_path,)))
+    assert "kernels" not in tables.cost(judged, False)[0]
+    plans = {}
+    for arm, seconds, cycles in (("a", 0.05, 3000), ("b", 0.06, 2000), ("c", 0.07, 9000)):
+        config = json.loads((tmp_path / arm / "seed-0" / "config.json").read_text())
+        config["model"]["position"] = "none" if arm == "b" else config["model"]["position"]
+        plans[arm] = {"step_seconds_at_least": seconds, "kernel_cycles": cycles}
+        plans[arm] |= {"topology": "v5e-16", "config": config}
+    (tmp_path / "plan.json").write_text(json.dumps(plans))
+    head, *rows = tables.cost(judged, False)
+    assert head[-2:] == ["planned step", "kernels"]
+    assert [row[-2:] for row in rows] == [
+        ["50.0 ms (v5e-16)", "1.500"], ["-", "-"], ["70.0 ms (v5e-16)", "4.500"],
     ]  # fmt: skip

@@ -54,7 +54,8 @@ def sections(verdict: Verdict) -> list[Section]:
     seeds = {"by_arm": shown.pop("by_arm")} if len(shown) > 1 else {}
     timed = {"loss_by_time": curves.pop("loss_by_time")} if "loss_by_time" in curves else {}
     disturbed, other = tables.disturbances(results), tables.measured(verdict)
-    study, evaluated = study_of(results), []
+    study, evaluated, costs = study_of(results), [], tables.cost(verdict, not disturbed)
+    about_costs = tables.COST + tables.PLANNED * ("kernels" in costs[0])
     for name in dict.fromkeys(x.evaluator for x in verdict.profiles):
         profiles = [x for x in verdict.profiles if x.evaluator == name]
         drawn = {k: figure for x in profiles for k, figure in figures.profile(verdict, x).items()}
@@ -71,7 +72,7 @@ def sections(verdict: Verdict) -> list[Section]:
         Section("Setup", about(results)),
         Section("Scans", (), figures.scanned(verdict), tables.scanned(verdict), tables.SCANNED),
         Section("Training", (), curves | ({} if disturbed else timed)),
-        Section("Cost", (), {}, [tables.cost(verdict, not disturbed)], tables.COST),
+        Section("Cost", (), {}, [costs], about_costs),
         slow if disturbed else Section(""),
         Section("Other metrics", (), {}, [other] if other else []),
         *evaluated,

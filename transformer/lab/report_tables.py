@@ -8,12 +8,14 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from transformer.files import read_json
 from transformer.lab import effects
 from transformer.lab.formatting import p_value, signed, spell
 from transformer.lab.profiles import Profile, measured_text
 from transformer.lab.results import Arm, Results
 from transformer.lab.statistics import mean
 from transformer.lab.verdict import Verdict, validated
+from transformer.mapping import to_mapping
 from transformer.output import human_count, human_tokens
 from transformer.parallel.sharding import format_bytes
 from transformer.units import bounds
@@ -41,6 +43,10 @@ NOTE = (
 COST = (
     "Memory is the peak of a process, on the devices below; runs that were trained as one program "
     "share it. Speed (tokens/s) compares arms only if all were measured under equal conditions."
+)
+PLANNED = (
+    " The planned step is a lower bound on its time. Kernels are cycles of a step's attention "
+    "kernels, relative to the arm without positions or, if there is none, to the first planned arm."
 )
 
 
@@ -72,8 +78,9 @@ def outcome(verdict: Verdict) -> list[list[str]]:
 
 def cost(verdict: Verdict, with_speed: bool) -> list[list[str]]:
     """Returns the table of costs by arm."""
+    planned = _planned(verdict.results)
     head = ["arm", "parameters", "FLOPs per token", *["tokens/s"] * with_speed]
-    rows = [[*head, "peak memory", "attention"]]
+    rows = [[*head, "peak memory", "attention", *(["planned step", "kernels"] if planned else [])]]
     or_dash = lambda x, text: "-" if not x or math.isnan(x) else text(x)
     for name, arm in verdict.results.arms.items():
         used = [run.manifest.get("attention_backends", {}) for run in arm.runs.values()]
@@ -81,8 +88,25 @@ def cost(verdict: Verdict, with_speed: bool) -> list[list[str]]:
         sizes = [or_dash(arm.parameters, "{:,}".format), or_dash(arm.flops, human_count)]
         peaks = [x for run in arm.runs.values() for x in run.values("memory/peak_bytes")]
         memory = or_dash(max(peaks, default=math.nan), format_bytes)
-        rows.append([name, *sizes, *[speed(arm)] * with_speed, memory, attention])
+        cells = [name, *sizes, *[speed(arm)] * with_speed, memory, attention]
+        rows.append([*cells, *(planned.get(name, ["-", "-"]) if planned else [])])
     return rows
+
+
+def _planned(results: Results) -> dict[str, list[str]]:
+    """Returns the least time of a step and the relative cycles of attention kernels of the arms
+    that `plan --arms --kernels --json=DIR/plan.json` has planned as they were trained."""
+    file, cells = results.folders[0] / "plan.json", {}
+    plans = read_json(file) if len(results.folders) == 1 and file.exists() else {}
+    without = [x for x in plans.values() if x["config"]["model"]["position"] == "none"]
+    base = next(iter([*without, *plans.values()]), {}).get("kernel_cycles")
+    for name, plan in plans.items():
+        runs = list(results.arms[name].runs.values()) if name in results.arms else []
+        if runs and to_mapping(runs[0].config.model) == plan["config"]["model"]:
+            least, cycles = plan["step_seconds_at_least"], plan["kernel_cycles"]
+            step = f"{1e3 * least:,.1f} ms ({plan['topology']})" if least else "-"
+            cells[name] = [step, f"{cycles / base:.3f}" if cycles and base else "-"]
+    return cells
 
 
 def speed(arm: Arm) -> str:
