@@ -82,6 +82,22 @@ class OfParts:
         return self._make(self.parts(index), draw)
 
 
+class Spans(OfParts):
+    """Sequences of spans of the concatenated `ids` of a split: span i is ids[starts[i]:stops[i]].
+
+    Sequence n consists of the spans `members[n]`, by default of span n alone."""
+
+    def __init__(self, objective, store, task, ids, starts, stops, lengths, members=None):
+        super().__init__(objective, store.tokenizer, task)
+        self._ids, self._starts, self._stops = ids, starts, stops
+        self.lengths, self.report = lengths, {}
+        self._members = np.arange(len(starts))[:, None] if members is None else members
+
+    def parts(self, index) -> list[Part]:
+        ends = [(self._starts[i], self._stops[i]) for i in self._members[index]]
+        return [(np.asarray(self._ids[a:b], np.int32),) for a, b in ends]
+
+
 class Loss(Protocol):
     """The sums of one loss over a batch (training/loss.py implements cross-entropy)."""
 

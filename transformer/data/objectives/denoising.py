@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from transformer.data.objectives.base import Objective, OfParts, Part, given, register
+from transformer.data.objectives.base import Objective, Spans, given, register
 from transformer.data.objectives.language_model import check_prefix
 
 
@@ -107,7 +107,10 @@ class _Denoising(Objective):
         return size
 
     def sequences(self, store, part, task):
-        return _Pieces(self, store, part, task)
+        ids, size = store.texts(part, 0).ids, self.piece(task)
+        starts = np.arange(0, len(ids) - 1, size)  # the last piece has at least two tokens
+        stops = np.minimum(starts + size, len(ids))
+        return Spans(self, store, task, ids, starts, stops, np.full(len(starts), task.data.length))
 
     def layout(self, task):
         return super().layout(task) | {"objective": "denoising", "piece": self.piece(task)}
@@ -121,19 +124,6 @@ class _Denoising(Objective):
             inputs = np.concatenate([[tokenizer.vocab_size + denoiser.mode_token], inputs])
         inputs, targets = inputs.astype(np.int32), targets.astype(np.int32)
         return [given(task.model, tokenizer.bos, inputs, targets)]
-
-
-class _Pieces(OfParts):
-    def __init__(self, objective: _Denoising, store, part: str, task):
-        super().__init__(objective, store.tokenizer, task)
-        self._ids, self._size = store.texts(part, 0).ids, objective.piece(task)
-        self.report = {}
-        count = len(self._ids) // self._size + (len(self._ids) % self._size >= 2)
-        self.lengths = np.full(count, task.data.length)
-
-    def parts(self, index) -> list[Part]:
-        ids = self._ids[index * self._size : (index + 1) * self._size]
-        return [(np.asarray(ids, np.int32),)]
 
 
 @register("span_corruption")

@@ -6,7 +6,7 @@ import itertools
 import numpy as np
 
 from transformer.data.objectives import OBJECTIVES
-from transformer.data.objectives.base import Objective, OfParts, Part, Segment, given, parts
+from transformer.data.objectives.base import Objective, OfParts, Part, Segment, Spans, given, parts
 
 
 @OBJECTIVES.register("causal_lm")
@@ -82,7 +82,18 @@ class PrefixLM(Objective):
         return check_prefix(task)
 
     def sequences(self, store, part, task):
-        return _PrefixSequences(self, store, part, task)
+        texts, data, is_pair = store.texts(part, 0), task.data, task.model.is_encoder_decoder
+        # The inputs of an encoder end in eos, too.
+        max_tokens = min(data.length - 1, data.decoder_length) if is_pair else data.length
+        starts, stops = parts(texts, max_tokens)
+        keep = stops - starts >= 2
+        lengths = sizes = (stops - starts)[keep]
+        if is_pair:
+            lengths = np.maximum(sizes + 1, -(-sizes * data.length // data.decoder_length))
+        spans = Spans(self, store, task, texts.ids, starts[keep], stops[keep], lengths)
+        if dropped := int((~keep).sum()):
+            spans.report = {"parts of one token were dropped": dropped}
+        return spans
 
     def segments(self, tokenizer, task, parts, draw):
         ((ids,),) = parts
@@ -97,23 +108,3 @@ def check_prefix(task) -> str | None:
     """Why a decoder-only model cannot read a prefix bidirectionally; None if it can."""
     if task.model.family == "decoder" and not task.model.prefix_lm:
         return "gives the decoder a prefix to read bidirectionally; set model.prefix_lm=True"
-
-
-class _PrefixSequences(OfParts):
-    def __init__(self, objective: PrefixLM, store, part: str, task):
-        super().__init__(objective, store.tokenizer, task)
-        texts, data, is_pair = store.texts(part, 0), task.data, task.model.is_encoder_decoder
-        self._ids = texts.ids
-        # The inputs of an encoder end in eos, too.
-        max_tokens = min(data.length - 1, data.decoder_length) if is_pair else data.length
-        starts, stops = parts(texts, max_tokens)
-        keep = stops - starts >= 2
-        self._starts, self._stops = starts[keep], stops[keep]
-        sizes = self.lengths = self._stops - self._starts
-        if is_pair:
-            self.lengths = np.maximum(sizes + 1, -(-sizes * data.length // data.decoder_length))
-        dropped = int((~keep).sum())
-        self.report = {"parts of one token were dropped": dropped} if dropped else {}
-
-    def parts(self, index) -> list[Part]:
-        return [(np.asarray(self._ids[self._starts[index] : self._stops[index]], np.int32),)]

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 
 from transformer.data.objectives import OBJECTIVES
-from transformer.data.objectives.base import Draw, Objective, OfParts, Part, Segment, pack, parts
+from transformer.data.objectives.base import Draw, Objective, Segment, Spans, pack, parts
 from transformer.errors import UserError
 
 
@@ -65,8 +65,15 @@ class MaskedLM(Objective):
             return f"with next_sentence puts one pair in each sequence; {way_out}"
 
     def sequences(self, store, part, task):
-        sequences = _SentencePairs if self.next_sentence else _MaskedSequences
-        return sequences(self, store, part, task)
+        if self.next_sentence:
+            return _SentencePairs(self, store, part, task)
+        texts, data = store.texts(part, 0), task.data
+        starts, stops = parts(texts, data.length - 1)
+        sizes, members = stops - starts + 1, None
+        if data.packing:
+            members = pack([sizes], [data.length])
+            sizes = np.full(len(members), data.length)
+        return Spans(self, store, task, texts.ids, starts, stops, sizes, members)
 
     @property
     def can_prepare(self):
@@ -106,24 +113,6 @@ class MaskedLM(Objective):
                 chosen.append(numbers[i])
                 room -= sizes[i]
         return np.flatnonzero(np.isin(word, chosen))
-
-
-class _MaskedSequences(OfParts):
-    def __init__(self, objective: MaskedLM, store, part: str, task):
-        super().__init__(objective, store.tokenizer, task)
-        texts, data = store.texts(part, 0), task.data
-        self._ids, self.report = texts.ids, {}
-        self._starts, self._stops = parts(texts, data.length - 1)
-        sizes = self._stops - self._starts + 1
-        if data.packing:
-            self._members = pack([sizes], [data.length])
-            self.lengths = np.full(len(self._members), data.length)
-        else:
-            self._members, self.lengths = np.arange(len(sizes))[:, None], sizes
-
-    def parts(self, index) -> list[Part]:
-        ends = [(self._starts[i], self._stops[i]) for i in self._members[index]]
-        return [(np.asarray(self._ids[a:b], np.int32),) for a, b in ends]
 
 
 class _SentencePairs:
