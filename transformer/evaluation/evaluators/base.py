@@ -22,7 +22,7 @@ class Evaluator:
     """A measurement of a model. A config may set its fields: `dict(name="probe", examples=64)`."""
 
     name: ClassVar[str]  # the registered name, by which a config selects the evaluator
-    in_training: ClassVar[bool]  # measure at evaluations in training, too, not just in `evaluate`
+    in_training: ClassVar[bool] = True  # measure during training, too, not just in `evaluate`
     metric_prefixes: ClassVar[tuple[str, ...]] = ()  # besides `name`, as in test/context/...
     kinds: ClassVar[Mapping[str, Kind]] = {}  # part of a name -> unit, direction (units.py)
     profiles: ClassVar[Mapping[str, tuple[str, ...]]] = {}  # figures, as in lab/profiles.py
@@ -46,8 +46,6 @@ class Evaluator:
 
 class OneBatch(Evaluator):
     """An evaluator that measures one batch."""
-
-    in_training = True
 
     def measured_text(self, task):
         return f"one batch of {count(task.data.batch_size, 'sequence')}"

@@ -20,8 +20,6 @@ class Probe(Evaluator):
 
     Draws separate examples of each length. Short questions are few; they occur in training, too."""
 
-    in_training = True
-
     task: str = ""  # "": the task of data.train
     lengths: tuple[int, ...] = ()  # (): the longest length of data.train, times 1, 2 and 4
     examples: int = 256  # per length

@@ -83,8 +83,6 @@ class Extrapolation(Evaluator):
 class LossByPosition(Evaluator):
     """Loss by position in the sequence, in `parts` equal parts. It shows the value of context."""
 
-    in_training = True
-
     parts: int = 8
 
     def __post_init__(self):
@@ -113,8 +111,6 @@ class LossWith(Evaluator):
     """Loss of the same parameters with one field of the model changed.
 
     Example: `dict(name="loss_with", change="model.causal=True")`."""
-
-    in_training = True
 
     change: str = ""
 

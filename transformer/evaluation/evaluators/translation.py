@@ -54,8 +54,6 @@ class Translation(_OfPairs):
 
     Decodes as `config.decoding` sets. Does nothing in `evaluate`, which translates all the text."""
 
-    in_training = True
-
     sentences: int = 100  # validation sentences to translate
     samples: int = 3  # translations to record as text
 
