@@ -74,7 +74,7 @@ class Batches(Stream):
         self._decoder_widths = [width * decoder_length // length for width in self._widths]
         self._sizes = [batch_size * length // width for width in self._widths]
         self.num_sequences = len(sequences.lengths)
-        self._epoch: tuple[int, list[tuple[int, np.ndarray]]] | None = None
+        self._plan = functools.lru_cache(maxsize=1)(self._plan_epoch)
 
     @functools.cached_property
     def _members(self) -> list[np.ndarray]:
@@ -118,18 +118,15 @@ class Batches(Stream):
         batch = assemble(sample + segments, self._widths[bucket], self._decoder_widths[bucket])
         return {name: x[len(sample) :] for name, x in batch.items()}
 
-    def _plan(self, epoch: int) -> list[tuple[int, np.ndarray]]:
-        """(bucket, sequence indices) of every batch of an epoch. The last plan is cached."""
-        current = self._epoch
-        if current is None or current[0] != epoch:
-            shuffle = np.asarray
-            if self._seed is not None:
-                shuffle = np.random.Generator(np.random.Philox(key=[self._seed, epoch])).permutation
-            pairs = zip(self._members, self._sizes, strict=True)
-            starts = lambda members, size: range(size, len(members), size)
-            pools = [iter(np.split(shuffle(x), starts(x, size))) for x, size in pairs]
-            current = self._epoch = epoch, [(int(b), next(pools[b])) for b in shuffle(self._order)]
-        return current[1]
+    def _plan_epoch(self, epoch: int) -> list[tuple[int, np.ndarray]]:
+        """(bucket, sequence indices) of every batch of an epoch."""
+        shuffle = np.asarray
+        if self._seed is not None:
+            shuffle = np.random.Generator(np.random.Philox(key=[self._seed, epoch])).permutation
+        pairs = zip(self._members, self._sizes, strict=True)
+        starts = lambda members, size: range(size, len(members), size)
+        pools = [iter(np.split(shuffle(x), starts(x, size))) for x, size in pairs]
+        return [(int(b), next(pools[b])) for b in shuffle(self._order)]
 
 
 class MixedBatches(Stream):
