@@ -5,7 +5,7 @@ import functools
 from collections.abc import Callable, Mapping
 from fractions import Fraction
 from pathlib import Path
-from typing import NamedTuple
+from types import SimpleNamespace
 
 import numpy as np
 
@@ -21,14 +21,6 @@ from transformer.errors import UserError
 from transformer.model.config import ModelConfig
 from transformer.model.special_tokens import as_tuple
 from transformer.output import event
-
-
-class _SourceTask(NamedTuple):
-    """The parts of an experiment that determine the batches of one source."""
-
-    model: ModelConfig
-    data: DataConfig
-    seed: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,8 +76,8 @@ class Data:
         return MixedBatches(sources, self._turns(), data.batch_size, seed, threads)
 
     def _sequences(self, name: str, part: str) -> Sequences:
-        task = _SourceTask(self.config.model, self.config.data.sources[name], self.config.seed)
-        store = self.stores[name]
+        store, config = self.stores[name], self.config
+        task = SimpleNamespace(model=config.model, data=config.data.sources[name], seed=config.seed)
         if part == "train" and isinstance(store, Prepared):
             return Records(store, task)
         return task.data.chosen.sequences(store, part, task)
