@@ -58,8 +58,6 @@ class Records(OfParts):
                 problem = f"{now[field]}, but {store.folder} was prepared with {made.get(field)}"
                 raise UserError(f"{name}: {problem}; use the same, or prepare the text again")
         self._shards, self._dtype = _shards(store.folder, store.index), store.dtype
-        for shard in self._shards:
-            shard.check_size()
         # The positions of records stay on disk.
         options = {"index_storage_option": "offloaded", "footer_prefetch_bytes": "0"}
         self._source = ArrayRecordDataSource(self._shards, options)
@@ -89,17 +87,15 @@ class _Shard(NamedTuple):
     def examples_in_shard(self) -> int:
         return self.take
 
-    def check_size(self) -> None:
-        """Raises UserError if the file is missing or has another size than when it was written."""
-        file = Path(self.filename)
-        found = file.stat().st_size if file.exists() else None
-        if found != self.size:
-            problem = "missing" if found is None else f"{found:,} bytes instead of {self.size:,}"
-            raise UserError(f"{file}: {problem}; {_AGAIN}")
-
 
 def _shards(folder: Path, index: dict) -> list[_Shard]:
+    """Raises UserError if a file is missing or has another size than when it was written."""
     entries = [{**entry, "filename": str(folder / entry["filename"])} for entry in index["shards"]]
+    for file, size in ((Path(entry["filename"]), entry["size"]) for entry in entries):
+        found = file.stat().st_size if file.exists() else None
+        if found != size:
+            problem = "missing" if found is None else f"{found:,} bytes instead of {size:,}"
+            raise UserError(f"{file}: {problem}; {_AGAIN}")
     return [_Shard(**entry) for entry in entries]
 
 
@@ -112,7 +108,6 @@ def verify(folder: Path) -> int:
             raise UserError(f"{file}: missing, or altered since it was prepared; {_AGAIN}")
     shards = _shards(folder, index)
     for shard in shards:
-        shard.check_size()
         with Path(shard.filename).open("rb") as file:
             if hashlib.file_digest(file, "sha256").hexdigest() != shard.sha256:
                 raise UserError(f"{shard.filename}: altered since it was prepared; {_AGAIN}")
