@@ -168,20 +168,21 @@ def test_decoding_after_a_prefix_equals_full_forward_pass(position):
 
 def test_labels_and_tags_align_with_texts_and_words(text):
     data = data_of(text, "tagging")
-    assert data.store.classes == ["animal", "other"]
+    assert data.store.meta["classes"] == ["animal", "other"]
     batch = data.batches("train")[0]
     for row in range(8):
         ids, labels, weights = (batch[f][row] for f in ("inputs", "labels", "label_weights"))
         words = data.tokenizer.decode(ids[batch["segments"][row] > 0]).split()
         assert ["animal" if word in ("cat", "dog") else "other" for word in words] == [
-            data.store.classes[i] for i in labels[weights > 0]
+            data.store.meta["classes"][i] for i in labels[weights > 0]
         ]
         assert data.tokenizer.starts_word[ids[weights > 0]].all()
     data = data_of(text, "classification")
     batch = data.batches("train")[0]
     for row in range(8):
         decoded = data.tokenizer.decode(batch["inputs"][row])
-        assert data.store.classes[batch["labels"][row]] == ("cat" if "cat" in decoded else "none")
+        label = data.store.meta["classes"][batch["labels"][row]]
+        assert label == ("cat" if "cat" in decoded else "none")
 
 
 def test_split_does_not_group_texts_by_label(text):
@@ -374,7 +375,7 @@ def test_words_dropped_by_the_tokenizer_do_not_shift_tags(text, tmp_path):
         drops_word = make_tokenizer is tokenizers.BertWordPieceTokenizer
         for row in range(8):
             has_tag = batch["label_weights"][row] > 0
-            tags = [data.store.classes[i] for i in batch["labels"][row][has_tag]]
+            tags = [data.store.meta["classes"][i] for i in batch["labels"][row][has_tag]]
             assert tags == (["A", "C", "D"] if drops_word else ["A", "B", "C", "D"])
             words = [data.tokenizer.decode([i]).strip() for i in batch["inputs"][row][has_tag]]
             assert words[0] == "the" and "cat" in words

@@ -129,7 +129,7 @@ class CharacterStore:
     """A text store with one id per character."""
 
     def __init__(self, config):
-        self.text = RawText(config.data, config.objective.columns)
+        self.text = RawText(config.data)
         self.tokenizer = types.SimpleNamespace(
             vocab_size=60,
             bos=1,

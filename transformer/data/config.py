@@ -205,6 +205,10 @@ class DataConfig:
                 raise UserError(f"{e} (source {entry['name']!r} of data.mixture)") from None
         return sources
 
+    def with_tokenizer(self, path) -> "DataConfig":
+        """The same config with the existing tokenizer at `path`."""
+        return dataclasses.replace(self, tokenizer=self.tokenizer.at(path))
+
     @property
     def chosen(self):
         """The objective chosen by `objective`, with its options (data/objectives/base.py)."""

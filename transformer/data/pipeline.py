@@ -15,7 +15,7 @@ from transformer.data.mixture import Turns, of_temperature, phases_of, read_sour
 from transformer.data.objectives.base import Objective, Sequences
 from transformer.data.records import Prepared, Records, open_prepared
 from transformer.data.sources import Example
-from transformer.data.store import Store, joined, open_stores, with_tokenizer
+from transformer.data.store import Store, joined, open_stores
 from transformer.data.tokenizer import Tokenizer, find_tokenizer
 from transformer.errors import UserError
 from transformer.model.config import ModelConfig
@@ -134,7 +134,8 @@ def _open_stores(config: DataConfig, vocab_size: int) -> dict[str, Store]:
         way_out = "prepare them with one: data.tokenizer.path"
         raise UserError(f"data.mixture: {', '.join(prepared)} have different tokenizers; {way_out}")
     if prepared and others:
-        others = with_tokenizer(others, find_tokenizer(next(iter(prepared.values())).folder))
+        file = find_tokenizer(next(iter(prepared.values())).folder)
+        others = {name: source.with_tokenizer(file) for name, source in others.items()}
     stores = prepared | open_stores(others, vocab_size)
     return {name: stores[name] for name in config.sources}
 
@@ -146,11 +147,10 @@ def open_data(config: Task, tokenizer: Path | None = None) -> Data:
     settings = config.data.tokenizer
     # The config names an existing tokenizer: read the copy in the run.
     if tokenizer is not None and (settings.path or settings.eos_id >= 0):
-        data = dataclasses.replace(config.data, tokenizer=settings.at(tokenizer))
-        config = dataclasses.replace(config, data=data)
+        config = dataclasses.replace(config, data=config.data.with_tokenizer(tokenizer))
     data = Data(config, _open_stores(config.data, config.model.vocab_size))
     if tokenizer is not None and data.tokenizer.content != tokenizer.read_bytes():
-        with_its = dataclasses.replace(config.data, tokenizer=config.data.tokenizer.at(tokenizer))
+        with_its = config.data.with_tokenizer(tokenizer)
         data = Data(config, _open_stores(with_its, config.model.vocab_size))
     check_special_tokens(config.model, data.tokenizer)
     if (classes := data.meta.get("classes")) and len(classes) != config.model.num_labels:

@@ -57,7 +57,7 @@ class Records(OfParts):
                 name = "model.family" if field == "family" else f"data.{renamed}"
                 problem = f"{now[field]}, but {store.folder} was prepared with {made.get(field)}"
                 raise UserError(f"{name}: {problem}; use the same, or prepare the text again")
-        self._shards, self._dtype = _shards(store.folder, store.index), store.dtype
+        self._shards, self._dtype = _shards(store.folder, store.index), store.tokenizer.dtype
         # The positions of records stay on disk.
         options = {"index_storage_option": "offloaded", "footer_prefetch_bytes": "0"}
         self._source = ArrayRecordDataSource(self._shards, options)
@@ -130,8 +130,7 @@ def open_prepared(config: DataConfig, vocab_size: int) -> Prepared:
         if not path or tokenizers.read_tokenizer(path) != tokenizer.content:
             problem = f"{path or 'a new one'} is not the tokenizer with which {folder} was prepared"
             raise UserError(f"data.tokenizer: {problem}; leave it out, or prepare the text again")
-    config = dataclasses.replace(config, tokenizer=config.tokenizer.at(file))
-    check_size(tokenizer, config, vocab_size)
+    check_size(tokenizer, config.with_tokenizer(file), vocab_size)
     return Prepared(folder, tokenizer, meta, index)
 
 

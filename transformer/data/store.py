@@ -59,23 +59,13 @@ class Store:
     tokenizer: Tokenizer
     meta: dict  # per split: sha256 of the text; number of examples; bytes and words of the targets
 
-    @property
-    def dtype(self) -> type:
-        """The type of stored ids: 2 bytes, or 4 for more than 65,536 pieces."""
-        return dtype_of(self.tokenizer)
-
     def texts(self, part: str, side: int) -> Texts:
         load = lambda kind: np.load(self.folder / f"{part}.{side}.{kind}.npy", mmap_mode="r")
         return Texts(load("ids"), load("ends"))
 
     def labels(self, part: str) -> np.ndarray:
-        """int32: the class (index into `classes`) of each text, or of each token (-1: none)."""
+        """int32: the index in meta["classes"] of the class of each text, or token (-1: none)."""
         return np.load(self.folder / f"{part}.labels.npy", mmap_mode="r")
-
-    @property
-    def classes(self) -> list[str]:
-        """The names of the labels or tags."""
-        return self.meta.get("classes", [])
 
     def examples(self, part: str) -> list[Example]:
         """The raw text of valid or test."""
@@ -100,32 +90,25 @@ def joined(metas: Mapping[str, dict]) -> dict:
 def open_stores(sources: Mapping[str, DataConfig], vocab_size: int) -> dict[str, Store]:
     """Opens the store of each source. If there are several, a tokenizer that is trained is trained
     on the text of all of them."""
-    settings = [source.tokenizer for source in sources.values()]
-    if len(sources) > 1 and not settings[0].path:
-        config, *_ = configs = list(sources.values())
-        texts = [RawText(source, source.chosen.columns) for source in configs]
-        reserved = max(source.chosen.reserved for source in configs)
+    configs = list(sources.values())
+    if len(configs) > 1 and not configs[0].tokenizer.path:
+        texts = [RawText(config) for config in configs]
+        most = max(configs, key=lambda config: config.chosen.reserved)
         inputs = [_inputs(*pair, vocab_size) for pair in zip(configs, texts, strict=True)]
-        folder = data_home() / "tokenizers" / _key([*inputs, reserved])
+        folder = data_home() / "tokenizers" / _key([*inputs, most.chosen.reserved])
         if not tokenizers.find_tokenizer(folder):
             lines = itertools.chain.from_iterable(text.lines() for text in texts)
             with new_folder(folder, keep=True) as new:
-                trained = train_on(config, vocab_size, lines, reserved)
-                (new / trained.name).write_bytes(trained.content)
-        sources = with_tokenizer(sources, tokenizers.find_tokenizer(folder))
-    return {name: open_store(source, vocab_size) for name, source in sources.items()}
-
-
-def with_tokenizer(sources: Mapping[str, DataConfig], file) -> dict[str, DataConfig]:
-    """The sources with an existing tokenizer."""
-    at = lambda source: dataclasses.replace(source, tokenizer=source.tokenizer.at(file))
-    return {name: at(source) for name, source in sources.items()}
+                provide_tokenizer(new, most, vocab_size, lines)
+        file = tokenizers.find_tokenizer(folder)
+        sources = {name: config.with_tokenizer(file) for name, config in sources.items()}
+    return {name: open_store(config, vocab_size) for name, config in sources.items()}
 
 
 def open_store(config: DataConfig, vocab_size: int) -> Store:
     """Opens the store of a config. If there is none yet, splits and tokenizes the text. A trained
     tokenizer gets those of `vocab_size` ids that the objective does not reserve."""
-    text = RawText(config, config.chosen.columns)
+    text = RawText(config)
     folder = data_home() / "tokens" / _key(_inputs(config, text, vocab_size))
     if not (folder / "meta.json").exists():
         with new_folder(folder, keep=True) as new:
@@ -158,12 +141,12 @@ def num_sides(columns: Sequence[str]) -> int:
 class RawText:
     """The examples of each split. Every pass reads the files again."""
 
-    def __init__(self, config: DataConfig, columns: tuple[str, ...]):
+    def __init__(self, config: DataConfig):
         if not config.corpus and not config.train:
             way_out = "set one of them (python -m transformer data lists the corpora)"
             raise UserError(f"data.corpus or data.train: {way_out}")
-        self.columns, self.reverse, self.fields = columns, config.reverse, config.fields
-        self.sides = num_sides(columns)
+        self.columns, self.reverse = config.chosen.columns, config.reverse
+        self.sides, self.fields = num_sides(self.columns), config.fields
         if config.corpus:
             corpus, folder = corpora.fetch(config.corpus)
             self.format = corpus.format
@@ -241,12 +224,7 @@ class RawText:
 
 
 def _build(folder: Path, text: RawText, config: DataConfig, vocab_size: int) -> None:
-    if config.tokenizer.path:
-        tokenizer = tokenizers.load_tokenizer(config.tokenizer.path, config.tokenizer)
-        check_size(tokenizer, config, vocab_size)
-    else:
-        tokenizer = train_on(config, vocab_size, text.lines(), config.chosen.reserved)
-    (folder / tokenizer.name).write_bytes(tokenizer.content)
+    tokenizer = provide_tokenizer(folder, config, vocab_size, text.lines())
     meta = {"tokenizer_sha256": tokenizer.sha256, "overlap": text.overlap()}
     if len(text.columns) > text.sides:
         names = lambda example: example[-1].split() if text.columns[-1] == "tags" else [example[-1]]
@@ -258,17 +236,19 @@ def _build(folder: Path, text: RawText, config: DataConfig, vocab_size: int) -> 
     (folder / "meta.json").write_text(json.dumps(meta, indent=1))
 
 
-def train_on(config: DataConfig, vocab_size: int, lines: Iterator[str], reserved: int) -> Tokenizer:
-    for field in ("pad_id", "bos_id", "eos_id", "source_bos_id"):
-        if getattr(config.tokenizer, field) >= 0:
-            problem = "applies only to an existing tokenizer; set data.tokenizer.path"
-            raise UserError(f"data.tokenizer.{field}: {problem}, or leave it at -1")
-    return tokenizers.train_tokenizer(config.tokenizer, vocab_size, lines, reserved)
-
-
-def dtype_of(tokenizer: Tokenizer) -> type:
-    """The smallest type that holds all ids of a tokenizer."""
-    return np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
+def provide_tokenizer(
+    folder: Path, config: DataConfig, vocab_size: int, lines: Iterator[str]
+) -> Tokenizer:
+    """The tokenizer of a config, existing or trained on `lines`. Writes its file to `folder`."""
+    settings = config.tokenizer
+    if settings.path:
+        tokenizer = tokenizers.load_tokenizer(settings.path, settings)
+        check_size(tokenizer, config, vocab_size)
+    else:
+        reserved = config.chosen.reserved
+        tokenizer = tokenizers.train_tokenizer(settings, vocab_size, lines, reserved)
+    (folder / tokenizer.name).write_bytes(tokenizer.content)
+    return tokenizer
 
 
 def check_size(tokenizer: Tokenizer, config: DataConfig, vocab_size: int) -> None:
@@ -284,7 +264,7 @@ def tokenize(
 ) -> dict:
     """Writes a split in blocks, since a corpus may exceed memory. Returns its counts."""
     digest, counts = hashlib.sha256(), {"examples": 0, "bytes": 0, "words": 0}
-    sides, dtype = range(num_sides(columns)), dtype_of(tokenizer)
+    sides, dtype = range(num_sides(columns)), tokenizer.dtype
     number = {name: i for i, name in enumerate(classes)}
     ends: list[list[int]] = [[] for _ in sides]
     labels: list[np.ndarray] = []

@@ -73,6 +73,11 @@ class Tokenizer:
         return {self.name: self.content}
 
     @property
+    def dtype(self) -> np.dtype:
+        """The type of stored ids: 2 bytes, or 4 for more than 65,536 pieces."""
+        return np.dtype(np.uint16 if self.vocab_size <= 1 << 16 else np.uint32)
+
+    @property
     def sha256(self) -> str:
         return hashlib.sha256(self.content).hexdigest()
 
@@ -309,9 +314,9 @@ def read_tokenizer(path: str | os.PathLike) -> bytes:
     return file.read_bytes()
 
 
-def find_tokenizer(folder: str | os.PathLike) -> Path | None:
-    """The tokenizer file in a run directory, or None."""
-    return next((file for name in FILES.values() if (file := Path(folder) / name).is_file()), None)
+def find_tokenizer(folder: Path) -> Path | None:
+    """The tokenizer file in a run directory, or None. `folder` may also be an etils path."""
+    return next((file for name in FILES.values() if (file := folder / name).is_file()), None)
 
 
 def train_tokenizer(
@@ -320,6 +325,10 @@ def train_tokenizer(
     """Trains a SentencePiece model with exactly `vocab_size - reserved` pieces ("char": at most).
     Each line is a sentence, and the line end is a piece. If there are more than `max_sentences`
     lines, training reads a uniform sample, which is always the same."""
+    for field in ("pad_id", "bos_id", "eos_id", "source_bos_id"):
+        if getattr(config, field) >= 0:
+            problem = "applies only to an existing tokenizer; set data.tokenizer.path"
+            raise UserError(f"data.tokenizer.{field}: {problem}, or leave it at -1")
     model, pieces = io.BytesIO(), vocab_size - reserved
     lines = iter(_sample(sentences, config.max_sentences))
     if pieces < 1:

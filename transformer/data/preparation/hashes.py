@@ -130,7 +130,7 @@ def selected(job: Job) -> tuple[dict[str, list[Example]], list[Example]]:
                 found[part].append(tuple(example))
     for part in ("valid", "test"):
         if getattr(job.data, part):
-            found[part] = list(RawText(job.data, job.columns).read(part))
+            found[part] = list(RawText(job.data).read(part))
     sample, held_out = found.pop("sample"), [*found["valid"], *found["test"]]
     hash_of = lambda text: hash64(split.normalize(text))
     hashes = [set(map(hash_of, side)) for side in zip(*held_out, strict=True)]

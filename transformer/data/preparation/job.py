@@ -16,7 +16,6 @@ from etils import epath
 from transformer.data import sources
 from transformer.data.config import DataConfig
 from transformer.data.sources import Example
-from transformer.data.tokenizer import FILES
 from transformer.errors import UserError, from_extra
 from transformer.model.config import ModelConfig
 
@@ -56,12 +55,6 @@ class Job:
         data = self.data
         examples = sources.examples(data.format, self.files[file], data.fields, self.columns)
         return (example[::-1] for example in examples) if data.reverse else examples
-
-    @property
-    def tokenizer(self) -> epath.Path | None:
-        """The file of the tokenizer, if there is one yet."""
-        files = (self.folder / UNFINISHED / name for name in FILES.values())
-        return next((file for file in files if file.exists()), None)
 
     def scanned(self, file: int) -> dict[str, np.ndarray]:
         with self.result("scan", file).open("rb") as stream:

@@ -23,16 +23,14 @@ import itertools
 import json
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 
 from transformer.data import sources
 from transformer.data.preparation import hashes, shards
 from transformer.data.preparation.job import UNFINISHED, Job, distribute, publish
 from transformer.data.records import FORMAT, INDEX
-from transformer.data.sources import Example
-from transformer.data.store import RawText, check_size, tokenize, train_on
-from transformer.data.tokenizer import Tokenizer, load_tokenizer, read_tokenizer
+from transformer.data.store import RawText, provide_tokenizer, tokenize
+from transformer.data.tokenizer import Tokenizer, find_tokenizer, read_tokenizer
 from transformer.errors import UserError
 from transformer.mapping import to_mapping
 
@@ -53,7 +51,12 @@ def prepare(job: Job) -> dict:
     held_out, sample = hashes.selected(job)
     pieces = shards.pieces(job)
     with tempfile.TemporaryDirectory() as folder:
-        tokenizer = _tokenizer(job, sample, Path(folder))
+        file = find_tokenizer(job.folder / UNFINISHED)  # of a preparation that is continued
+        data = job.data.with_tokenizer(file) if file else job.data
+        if not data.tokenizer.path and not sample:
+            raise UserError(_NONE_LEFT)
+        lines = itertools.chain.from_iterable(sample)
+        tokenizer = provide_tokenizer(Path(folder), data, job.model.vocab_size, lines)
         meta = {"tokenizer_sha256": tokenizer.sha256, "overlap": {}}
         for part, examples in held_out.items():
             meta[part] = tokenize(Path(folder), part, iter(examples), tokenizer, job.columns)
@@ -88,7 +91,7 @@ def _begin(job: Job) -> None:
     if (job.folder / INDEX).exists():
         raise UserError(f"--output: {job.output} holds prepared text; name another folder")
     described = to_mapping(dataclasses.replace(job, beam="", output=""))
-    described["files"] = RawText(job.data, job.columns).fingerprint()
+    described["files"] = RawText(job.data).fingerprint()
     described["content of --filter"] = hashes.source(job.filter)
     described = json.loads(json.dumps(described, default=str))
     file = job.folder / UNFINISHED / "job.json"
@@ -104,21 +107,6 @@ def _begin(job: Job) -> None:
         with tempfile.TemporaryDirectory() as local:
             (Path(local) / "job.json").write_text(json.dumps(described))
             publish(Path(local) / "job.json", file)
-
-
-def _tokenizer(job: Job, sample: Sequence[Example], folder: Path) -> Tokenizer:
-    """The tokenizer of the finished preparation: that in the output, an existing one, or a new one
-    that is trained on the sample."""
-    if file := job.tokenizer or job.data.tokenizer.path:
-        tokenizer = load_tokenizer(file, job.data.tokenizer.at(file))
-        check_size(tokenizer, job.data, job.model.vocab_size)
-    elif not sample:
-        raise UserError(_NONE_LEFT)
-    else:
-        lines = itertools.chain.from_iterable(sample)
-        tokenizer = train_on(job.data, job.model.vocab_size, lines, job.data.chosen.reserved)
-    (folder / tokenizer.name).write_bytes(tokenizer.content)
-    return tokenizer
 
 
 def _finish(job: Job, tokenizer: Tokenizer, meta: dict, num_pieces: int) -> dict:

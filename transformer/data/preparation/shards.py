@@ -8,12 +8,12 @@ from pathlib import Path
 
 import numpy as np
 
-from transformer.data.preparation.job import Job, publish
+from transformer.data.preparation.job import UNFINISHED, Job, publish
 from transformer.data.records import encode
 from transformer.data.sources import Example
 from transformer.data.split import held_out_below
 from transformer.data.store import Store, tokenize
-from transformer.data.tokenizer import load_tokenizer
+from transformer.data.tokenizer import find_tokenizer, load_tokenizer
 
 MB = 10**6
 
@@ -40,7 +40,7 @@ def write(job: Job, number: int, folder: Path, pieces) -> Path:
     """Writes a shard. The result describes it."""
     from array_record.python.array_record_module import ArrayRecordWriter
 
-    file = job.tokenizer
+    file = find_tokenizer(job.folder / UNFINISHED)
     tokenizer = load_tokenizer(file, job.data.tokenizer.at(file))
     tokenizer.threads = 1 if len(pieces) > 1 else tokenizer.threads  # beside other workers
     counts = tokenize(folder, "train", _training(job, pieces[number]), tokenizer, job.columns)
@@ -53,7 +53,7 @@ def write(job: Job, number: int, folder: Path, pieces) -> Path:
     if entry["take"]:
         writer = ArrayRecordWriter(str(shard), "group_size:1,uncompressed")
         for i in range(entry["take"]):
-            writer.write(encode(sequences.parts(i), store.dtype))
+            writer.write(encode(sequences.parts(i), tokenizer.dtype))
         writer.close()
         with shard.open("rb") as stream:
             entry["sha256"] = hashlib.file_digest(stream, "sha256").hexdigest()
