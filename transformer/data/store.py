@@ -9,9 +9,9 @@ import hashlib
 import itertools
 import json
 import os
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
@@ -268,7 +268,9 @@ def tokenize(
     number = {name: i for i, name in enumerate(classes)}
     ends: list[list[int]] = [[] for _ in sides]
     labels: list[np.ndarray] = []
-    raw = [(folder / f"{part}.{side}.raw").open("wb") for side in sides]
+    files = [(folder / f"{part}.{side}.ids.npy").open("wb") for side in sides]
+    for file in files:
+        _write_header(file, dtype, 0)
     texts = None if part == "train" else (folder / f"{part}.jsonl").open("w", encoding="utf-8")
     while block := list(itertools.islice(examples, 10_000)):
         for example in block:
@@ -293,12 +295,12 @@ def tokenize(
         for side in sides:
             for ids in sides_ids[side]:
                 ids.append(tokenizer.eos)
-                raw[side].write(np.asarray(ids, dtype).tobytes())
+                files[side].write(np.asarray(ids, dtype).tobytes())
                 ends[side].append(len(ids))
     for side in sides:
-        raw[side].close()
+        _write_header(files[side], dtype, sum(ends[side]))
+        files[side].close()
         np.save(folder / f"{part}.{side}.ends.npy", np.cumsum(ends[side], dtype=np.int64))
-        _as_npy(folder / f"{part}.{side}.raw", folder / f"{part}.{side}.ids.npy", dtype)
     if texts:
         texts.close()
     if classes:
@@ -326,12 +328,9 @@ def _tagged(example: Example, tokenizer: Tokenizer, number) -> tuple[list[int], 
     return ids, np.array([*labels, -1], np.int32)
 
 
-def _as_npy(raw: Path, file: Path, dtype) -> None:
-    """Converts raw numbers to .npy in pieces. A memory map would not report a full disk."""
-    dtype = np.dtype(dtype)
+def _write_header(file: BinaryIO, dtype: np.dtype, length: int) -> None:
+    """Writes the header of a .npy file. All lengths take the same space: NumPy pads the header. A
+    memory map, which needs no header of its own, would not report a full disk."""
     header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False}
-    header |= {"shape": (raw.stat().st_size // dtype.itemsize,)}
-    with raw.open("rb") as source, file.open("wb") as out:
-        np.lib.format.write_array_header_1_0(out, header)
-        shutil.copyfileobj(source, out)
-    raw.unlink()
+    file.seek(0)
+    np.lib.format.write_array_header_1_0(file, header | {"shape": (length,)})
