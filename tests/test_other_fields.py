@@ -338,10 +338,10 @@ def test_every_decoding_field_has_an_effect():
             },
         )
         generate = Generator(config, params, special_tokens)
-        batch, max_new = config.decoding.batch_size, generate._max_new(4)
+        batch = config.decoding.batch_size
         shape = lambda dtype, *length: jax.ShapeDtypeStruct((batch, *length), dtype)
         inputs = shape(jnp.int32, 4), shape(bool, 4), shape(jnp.int32), shape(jnp.uint32)
-        return program_text(lambda *args: generate._decode(*args, max_new=max_new), params, *inputs)
+        return program_text(generate._decode, params, *inputs)
 
     assert not fields_without_effect(DECODING, of_decoding, {})
 

@@ -60,7 +60,6 @@ class Generator:
         self._translates = self.config.model.is_encoder_decoder
         # A decoder trained on pairs reads eos after the source. Its output is no continuation.
         self._answers = not self._translates and self.config.objective.has_pairs
-        self._compiled: dict[int, Callable] = {}
         self._calls = 0  # number of previous texts; each text has its own random key
 
     def __call__(self, texts: Sequence[str], progress: Callable = lambda done: None) -> list[str]:
@@ -114,26 +113,22 @@ class Generator:
                 inputs[r, width - len(tokens) :], real[r, width - len(tokens) :] = tokens, True
                 limits[r] = min(decoding.max_extra, max_length - len(tokens))
         numbers = np.resize(np.asarray(numbers, np.uint32), batch_size) + np.uint32(self._calls)
-        if width not in self._compiled:
-            sharding = jax.tree.leaves(self.params)[0].sharding  # replicated: all processes read it
-            is_on_mesh = isinstance(sharding, NamedSharding)
-            replicated = NamedSharding(sharding.mesh, P()) if is_on_mesh else None
-            decode = functools.partial(self._decode, max_new=self._max_new(width))
-            self._compiled[width] = jax.jit(decode, out_shardings=replicated)
-        output = self._compiled[width](self.params, inputs, real, limits, numbers)
+        output = self._compiled(self.params, inputs, real, limits, numbers)
         return np.asarray(output)[: len(ids)]
 
-    def _max_new(self, width: int) -> int:
-        decoding, max_length = self.config.decoding, self.config.model.max_length
-        if self._translates:
-            return min(width + decoding.max_extra, max_length)
-        return min(decoding.max_extra, max_length - 1)
+    @functools.cached_property
+    def _compiled(self) -> Callable:
+        sharding = jax.tree.leaves(self.params)[0].sharding  # replicated: all processes read it
+        is_on_mesh = isinstance(sharding, NamedSharding)
+        replicated = NamedSharding(sharding.mesh, P()) if is_on_mesh else None
+        return jax.jit(self._decode, out_shardings=replicated)
 
-    def _decode(self, params, inputs, real, limits, numbers, *, max_new: int) -> jax.Array:
+    def _decode(self, params, inputs, real, limits, numbers) -> jax.Array:
         decoding: DecodingConfig = self.config.decoding
-        source, prompt = inputs if self._translates else None, inputs
-        masks = {"prompt_mask_BxP": real}
+        source, prompt, max_length = None, inputs, self.config.model.max_length
+        masks, max_new = {"prompt_mask_BxP": real}, min(decoding.max_extra, max_length - 1)
         if self._translates:  # the start token is real, even if it is the pad token
+            source, max_new = inputs, min(inputs.shape[1] + decoding.max_extra, max_length)
             prompt = jnp.full((inputs.shape[0], 1), self.tokenizer.bos, jnp.int32)
             masks = {"prompt_mask_BxP": jnp.ones_like(prompt, bool), "source_mask_BxS": real}
         eos_ids, pad = self.config.model.eos_ids or (self.tokenizer.eos,), self.tokenizer.pad
