@@ -25,6 +25,9 @@ from transformer.training.step import run_model
 Metrics = Iterator[tuple[str, float | str]]
 """Names and values of metrics. A string is a text for people, such as a sample of the output."""
 
+token_losses = optax.softmax_cross_entropy_with_integer_labels
+"""(logits_BxTxV, targets_BxT) -> -log p(target), in nats."""
+
 SELF_ATTENTION_ONLY = ("distance", "previous")
 """Attention statistics that compare positions, which has no meaning in cross-attention."""
 
@@ -96,12 +99,6 @@ class Subject:
 
         out = jax.lax.map(of_chunk, (split(h_BxTxE), split(targets_BxT)))
         return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(count, length), out)
-
-
-def token_losses(logits_BxTxV: jax.Array, targets_BxT: jax.Array) -> jax.Array:
-    """Returns -log p(target), in nats."""
-    at_target = jnp.take_along_axis(logits_BxTxV, targets_BxT[..., None], axis=-1)[..., 0]
-    return jax.nn.logsumexp(logits_BxTxV, axis=-1) - at_target
 
 
 def as_documents(subject: Subject, batch: Mapping, inputs: np.ndarray) -> dict[str, jax.Array]:

@@ -10,10 +10,6 @@ from transformer.evaluation.subject import Metrics, Snapshot, Subject
 from transformer.output import count
 from transformer.training.config import TrainTask
 
-__all__ = [
-    "EVALUATORS", "NEEDS_TOKENS", "Evaluator", "Kind", "Metrics", "OneBatch", "Snapshot", "Subject",
-]  # fmt: skip
-
 NEEDS_TOKENS = "requires target tokens, but data.objective predicts only classes"
 
 

@@ -75,8 +75,7 @@ class Translation(_OfPairs):
             subject.programs[self] = Generator(subject.config, snapshot.params, tokenizer)
         generate = subject.programs[self]
         generate.params = snapshot.params
-        sources, references = group(examples)
-        sources, references = sources[: self.sentences], references[: self.sentences]
+        sources, references = (texts[: self.sentences] for texts in group(examples))
         hypotheses = generate(sources)
         scores, _ = score(hypotheses, references)
         yield "translation/bleu", scores["bleu"]
