@@ -203,6 +203,12 @@ def gcs(monkeypatch):
     _leave()
 
 
+def close_mirrors() -> None:
+    """Ends the work on all mirrors, as a command does."""
+    with buckets.closing():
+        pass
+
+
 def _leave() -> None:
     """Ends the work on all mirrors without a last synchronization."""
     while buckets._opened:

@@ -6,7 +6,7 @@ import shutil
 import numpy as np
 import pytest
 from exchange_models import gpt2
-from fake_gcs import gcs, machine  # fixtures
+from fake_gcs import close_mirrors, gcs, machine  # two are fixtures
 from safetensors.numpy import load_file
 from studies import make_study
 from test_processes import ROOT, TRAIN, launch
@@ -38,14 +38,14 @@ def test_run_continues_on_another_machine(gcs, machine, run_config, tmp_path, ca
     whole = _shorter(run_config, tensorboard=True)
     train(whole, tmp_path / "local")
     train(_shorter(run_config, steps=4, tensorboard=True), "gs://bucket/run")
-    buckets.close()
+    close_mirrors()
     assert {"checkpoints/4/commit_success.txt", "metrics.jsonl", "config.json"} <= gcs.names(
         "bucket", "run/"
     )
     assert "lock" not in gcs.names("bucket", "run/")
     machine("second")
     train(whole, "gs://bucket/run")
-    buckets.close()
+    close_mirrors()
     machine("third")
     mirror = buckets.open_folder("gs://bucket/run")
     assert [line for line in _losses(mirror) if line["step"] > 4] == [
@@ -80,7 +80,7 @@ def test_damaged_checkpoint_is_set_aside(gcs, machine, run_config, capfd):
     assert "it is now in gs://bucket/damaged_run/damaged" in error
     moved = gcs.names("bucket", "damaged_run/damaged/10/")
     assert largest.partition("/10/")[2] in moved
-    buckets.close()
+    close_mirrors()
     mirror = buckets.open_folder("gs://bucket/damaged_run")
     assert {x.name for x in (mirror / "checkpoints").iterdir()} == {"5", "10", "11"}
     assert [x.name for x in (mirror / "damaged").iterdir()] == ["reason.txt"]
@@ -91,7 +91,7 @@ def test_sweep_is_shared_by_machines(gcs, machine, tmp_path):
     machine("first", known=True)
     study = make_study(buckets.open_folder("gs://bucket/study"), seeds=1)
     study.write()
-    buckets.close()
+    close_mirrors()
     shutil.copytree(tmp_path / "first", tmp_path / "second")
     for name, shard in (("first", "1/2"), ("second", "2/2")):
         machine(name, known=True)

@@ -7,7 +7,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from fake_gcs import gcs, machine  # fixtures
+from fake_gcs import close_mirrors, gcs, machine  # two are fixtures
 
 from transformer import buckets
 from transformer.claims import STALE, Claim, Process
@@ -23,7 +23,7 @@ def test_both_sides_become_equal(gcs, machine):
     (mirror / "runs" / "a.json").write_text("1")
     (mirror / "log").write_text("first\n")
     (mirror / "again").write_text("2")
-    buckets.close()
+    close_mirrors()
     assert gcs.names("bucket", "equal/") == {"runs/a.json", "log", "again"}
     machine("second")
     mirror = buckets.open_folder("gs://bucket/equal")
@@ -262,7 +262,7 @@ def test_files_that_cannot_be_uploaded_stay(gcs, machine, capsys):
     (mirror / "log").write_text("a")
     gcs.refuse = "/upload"
     with pytest.raises(UserError, match="gs://bucket/refused: no access to the bucket"):
-        buckets.close()
+        close_mirrors()
     gcs.refuse = None
     buckets.open_folder("gs://bucket/refused")
     assert gcs.buckets["bucket"]["refused/log"].content == b"a"

@@ -41,8 +41,8 @@ def local_path(name: str | os.PathLike) -> Path:
 
 
 def open_folder(name: str | os.PathLike) -> Path:
-    """Returns `local_path(name)`. A mirror is synchronized now and then until `close`. Raises
-    UserError if the bucket cannot be read."""
+    """Returns `local_path(name)`. A mirror is synchronized now and then until `closing` ends.
+    Raises UserError if the bucket cannot be read."""
     mirror = local_path(name)
     sync(mirror)
     if url_of(mirror) and mirror not in _opened:
@@ -61,26 +61,19 @@ def _keep_in_sync(mirror: Path, stopped: threading.Event) -> None:
 
 @contextlib.contextmanager
 def closing() -> Iterator[None]:
-    """Closes all mirrors at the end, also after an error."""
+    """Synchronizes all open mirrors for the last time at the end. An error of the body precedes
+    theirs."""
+    errors = []
     try:
         yield
-    except BaseException:
-        with contextlib.suppress(UserError):
-            close()
-        raise
-    close()
-
-
-def close() -> None:
-    """Synchronizes all open mirrors for the last time."""
-    errors = []
-    while _opened:
-        mirror, stopped = _opened.popitem()
-        stopped.set()
-        try:
-            sync(mirror)
-        except UserError as e:
-            errors.append(e)
+    finally:
+        while _opened:
+            mirror, stopped = _opened.popitem()
+            stopped.set()
+            try:
+                sync(mirror)
+            except UserError as e:
+                errors.append(e)
     if errors:
         raise errors[0]
 
