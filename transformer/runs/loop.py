@@ -31,7 +31,7 @@ def train(config: Experiment, workdir: str | os.PathLike, verbose: bool = False)
         with run, stop_signals() as stopped, trace as profile:
             first = run.step
             for batch in run.text.train.stream(run.step, config.train.steps):
-                batch = run.share.place(batch)
+                batch = run.subject.share.place(batch)
                 with run.progress.compiling() if run.step == first else contextlib.nullcontext():
                     run.state, metrics = run.train_step(run.state, batch)
                 run.step += 1

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import hashlib
 import importlib.util
 import io
@@ -63,7 +62,7 @@ class Run:
     state: TrainState
     step: int
     text: "Text"
-    share: Share
+    subject: Subject  # the model and its validation text
     train_step: Callable
     eval_step: Callable
     checkpoints: Checkpoints
@@ -113,10 +112,10 @@ class Run:
         """Logs the validation loss and the evaluators' metrics, and prints a line."""
         with self.recorder.untimed():
             params, limit = self.state.eval_params, self.config.train.eval_batches
-            batches = (self.text.valid, self.share)
+            batches = (self.text.valid, self.subject.share)
             metrics = evaluate_loss(self.eval_step, params, *batches, max_batches=limit)
             snapshot = Snapshot(params, self.state.opt_state)
-            metrics |= measure(self._subject, snapshot, in_training=True)
+            metrics |= measure(self.subject, snapshot, in_training=True)
             texts = {name: x for name, x in metrics.items() if isinstance(x, str)}
             numbers = {f"eval/{name}": x for name, x in metrics.items() if name not in texts}
             self.log.write(self.step, **numbers)
@@ -126,12 +125,6 @@ class Run:
                 if name in metrics:
                     line += f", {label} {show(metrics[name])}"
             self.progress.note(line)
-
-    @functools.cached_property
-    def _subject(self) -> Subject:
-        config, train, mesh = self.config, self.config.train, self.share.mesh
-        optimizer = build_optimizer(config.optimizer, train.steps, config.model)
-        return Subject(config, self.text.data, "valid", mesh, train.eval_batches, optimizer)
 
     @contextlib.contextmanager
     def _saving(self) -> Iterator[None]:
@@ -170,15 +163,6 @@ class Text(NamedTuple):
     valid: Stream
 
 
-class Start(NamedTuple):
-    """The state from which training starts: new, or resumed."""
-
-    state: TrainState
-    checkpoints: Checkpoints | None  # None for a new run
-    step: int
-    window: dict  # the open logging interval
-
-
 def begin(
     config: Experiment, workdir: Path, mesh: Mesh, *, together=1, prints=True, verbose=False
 ) -> Run:
@@ -187,25 +171,29 @@ def begin(
     began, program = time.time(), check(config, workdir, mesh)
     text = read_text(config, workdir, Share(mesh))
     progress = Progress(config.train.steps, None if is_first() and prints else io.StringIO())
-    start = find_state(workdir, program, text, progress.note)
-    for line in record_run(workdir, program, text, start, together, verbose):
+    state, loop, checkpoints = find_state(workdir, program, text, progress.note)
+    step = loop["data_step"]
+    resumed = f"at step {step:,} from {checkpoints.folder}" if step else ""
+    for line in record_run(workdir, program, text, together, resumed, verbose):
         progress.note(line)
-    checkpoints = start.checkpoints or Checkpoints(workdir, config.train, progress.note)
+    checkpoints = checkpoints or Checkpoints(workdir, config.train, progress.note)
     targets = {"tensorboard": config.train.tensorboard, "wandb": config.train.wandb}
     earlier = read_metrics(workdir), rundir.read_manifest(workdir).get("goodput", {})
-    goodput = Goodput(workdir / "metrics.jsonl", *earlier, start.step, began)
-    log = MetricsLog(workdir, start.step, writes=is_first(), **targets, config=to_mapping(config))
+    goodput = Goodput(workdir / "metrics.jsonl", *earlier, step, began)
+    log = MetricsLog(workdir, step, writes=is_first(), **targets, config=to_mapping(config))
     barrier("reading of earlier metrics")
     if is_first():
         rundir.amend(workdir, goodput=goodput.record())
     rate = schedule(config.optimizer, config.train.steps)
     logging = log, progress, rate, config.train.log_every
-    recorder = Recorder(*logging, start.window, goodput, together)
+    recorder = Recorder(*logging, loop["window"], goodput, together)
     recorder.watchdog.seconds = config.train.step_deadline
     train_step = make_train_step(config, program.model, program.optimizer, mesh, program.shardings)
     eval_step = make_eval_step(config, program.model, mesh, program.shardings.params)
+    validation = "valid", mesh, config.train.eval_batches, program.optimizer
+    subject = Subject(config, text.data, *validation)
     steps, outputs = (train_step, eval_step), (checkpoints, log, progress, recorder)
-    return Run(config, workdir, start.state, start.step, text, Share(mesh), *steps, *outputs)
+    return Run(config, workdir, state, step, text, subject, *steps, *outputs)
 
 
 def check(config: Experiment, workdir: Path, mesh: Mesh) -> Program:
@@ -242,8 +230,11 @@ def read_text(config: Experiment, workdir: Path, share: Share) -> Text:
     return text
 
 
-def find_state(workdir: Path, program: Program, text: Text, report: Callable[[str], None]) -> Start:
-    """Step 3: gets the state from the newest checkpoint, from another model, or from the seed."""
+def find_state(
+    workdir: Path, program: Program, text: Text, report: Callable[[str], None]
+) -> tuple[TrainState, dict, Checkpoints | None]:
+    """Step 3: gets the state from the newest checkpoint, from another model, or from the seed, the
+    state of the training loop, and the checkpoints (None for a new run)."""
     config = program.config
     checkpoints = None
     if (workdir / "checkpoints").exists():
@@ -254,16 +245,16 @@ def find_state(workdir: Path, program: Program, text: Text, report: Callable[[st
         if config.train.init_from:
             check_tokenizer(config.train.init_from, text.data.tokenizer.sha256)
             state = start_from(config, state, program.shardings, program.mesh)
-        return Start(state, None, 0, {})
+        return state, {"data_step": 0, "window": {}}, None
     state, loop = _resume(checkpoints, program)
     if loop["text_sha256"] != text.data.meta["train"]["sha256"]:
         problem = f"the training text has changed since {workdir} was trained on it"
         raise UserError(f"workdir: {problem}; choose another directory or restore the text")
-    return Start(state, checkpoints, loop["data_step"], loop["window"])
+    return state, loop, checkpoints
 
 
 def record_run(
-    workdir: Path, program: Program, text: Text, start: Start, together: int, verbose: bool
+    workdir: Path, program: Program, text: Text, together: int, resumed: str, verbose: bool
 ) -> list[str]:
     """Step 4: records the run in its directory and returns a summary."""
     config, mesh, params, data = program.config, program.mesh, program.abstract.params, text.data
@@ -279,8 +270,7 @@ def record_run(
     if not (workdir / "config.json").exists():
         problem = f"cannot see the files that process 0 wrote to {workdir}; use a shared folder"
         raise UserError(f"workdir: process {jax.process_index()} {problem}")
-    where = f"at step {start.step:,} from {start.checkpoints.folder}" if start.step else ""
-    return summary(program, data, text.train, backends, where, verbose)
+    return summary(program, data, text.train, backends, resumed, verbose)
 
 
 def _resume(checkpoints: Checkpoints, program: Program) -> tuple[TrainState, dict]:
