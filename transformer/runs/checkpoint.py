@@ -134,15 +134,13 @@ class Checkpoints:
         item, mean_of = ("ema", 1) if ema else ("params", self._config.average_checkpoints)
         total, steps = None, self.steps[-max(mean_of, 1) :]
         for step in steps:
-            with _advise_reader():
-                params = self._read(step, self._record(step), {item: abstract_params})[item]
+            params = self._read(step, self._record(step), {item: abstract_params})[item]
             total = params if total is None else jax.tree.map(jnp.add, total, params)
         return total if len(steps) == 1 else jax.tree.map(lambda x: x / len(steps), total)
 
     def layout(self, model: ModelConfig) -> ModelConfig:
         """Returns `model` with the layout of layers that the latest checkpoint has."""
-        with _advise_reader():
-            return dataclasses.replace(model, **self._record(self.steps[-1]).layout)
+        return dataclasses.replace(model, **self._record(self.steps[-1]).layout)
 
     def _record(self, step: int) -> Record:
         with self._reading(step):
@@ -239,15 +237,6 @@ class Checkpoints:
         barrier(f"moved checkpoint of step {step}")
         self._manager.reload()
         self._report(f"{why}; it is now in {target.parent}")
-
-
-@contextlib.contextmanager
-def _advise_reader() -> Iterator[None]:
-    """Adds a fix to Damaged errors of commands that read a checkpoint and do not train."""
-    try:
-        yield
-    except Damaged as e:
-        raise Damaged(e.what, "restore it from a copy, or move that folder away") from e
 
 
 def size(arrays) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import optax
 from flax import linen as nn
 from jax.sharding import Mesh
 
@@ -25,12 +26,11 @@ from transformer.model.network import build_model
 from transformer.output import counting
 from transformer.parallel.mesh import check_memory
 from transformer.parallel.processes import is_first, process_zero_first
-from transformer.parallel.sharding import Share
 from transformer.runs.checkpoint import Checkpoints
+from transformer.runs.checkpoint_record import Damaged
 from transformer.runs.fits import check_divisibility
 from transformer.runs.metrics import append_metrics
 from transformer.runs.rundir import is_converted, read_manifest, tokenizer_file
-from transformer.training.optimizer import build_optimizer
 from transformer.training.state import abstract_state
 from transformer.training.step import make_eval_step
 
@@ -74,11 +74,15 @@ def load_trained(
     checkpoints = Checkpoints(workdir, train) if (workdir / "checkpoints").exists() else None
     if not checkpoints or not checkpoints.steps:
         raise UserError(f"{option}: {workdir} has no checkpoint yet; continue training")
-    config = dataclasses.replace(config, model=checkpoints.layout(config.model))
-    optimizer = build_optimizer(config.optimizer, train.steps, config.model)
-    abstract, shardings = abstract_state(config, build_model(config.model), optimizer, mesh)
-    check_memory(abstract.params, mesh, "parameters")
-    params = checkpoints.evaluation_params(abstract.params)
+    try:
+        config = dataclasses.replace(config, model=checkpoints.layout(config.model))
+        # The parameters are the same for every optimizer.
+        model, optimizer = build_model(config.model), optax.identity()
+        abstract, shardings = abstract_state(config, model, optimizer, mesh)
+        check_memory(abstract.params, mesh, "parameters")
+        params = checkpoints.evaluation_params(abstract.params)
+    except Damaged as e:
+        raise Damaged(e.what, "restore it from a copy, or move that folder away") from e
     file = tokenizer_file(workdir)
     tokenizer = load_tokenizer(file, config.data.tokenizer) if file else None
     step = checkpoints.steps[-1]
@@ -96,13 +100,12 @@ def evaluate(trained: LoadedRun, mesh: Mesh, part: str = "test") -> dict:
     with process_zero_first("the text to evaluate on"):
         data = open_data(config, tokenizer_file(workdir))
     _check_text(workdir, data, part)
-    objective = data.objective
-    eval_step = make_eval_step(config, build_model(config.model), mesh, trained.shardings)
-    share = Share(mesh)
-    batches = data.batches(part, share.sequences)
+    objective, subject = data.objective, Subject(config, data, part, mesh)
+    eval_step = make_eval_step(config, subject.model, mesh, trained.shardings)
+    batches = data.batches(part, subject.share.sequences)
     scores_every_token = all(x.chosen.scores_every_token for x in config.data.sources.values())
     text = data.meta[part] if scores_every_token else None
-    metrics = evaluate_loss(eval_step, trained.params, batches, share, text=text)
+    metrics = evaluate_loss(eval_step, trained.params, batches, subject.share, text=text)
     report = {"step": trained.step, "part": part}
     if scores_every_token:
         report["eval_overlap"] = config.data.eval_overlap
@@ -114,7 +117,7 @@ def evaluate(trained: LoadedRun, mesh: Mesh, part: str = "test") -> dict:
         generated = write(generate, examples, config)
     metrics |= generated.scores
     model_state = Snapshot(trained.params, translations=generated.translations)
-    metrics |= measure(Subject(config, data, part, mesh), model_state, in_training=False)
+    metrics |= measure(subject, model_state, in_training=False)
     left_out = batches.report | generated.left_out
     report |= metrics | {"signatures": generated.signatures, "left_out": left_out}
     if is_first():

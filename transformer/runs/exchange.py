@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import jax
+import optax
 from jax.sharding import Mesh
 
 from transformer import buckets
@@ -27,7 +28,6 @@ from transformer.parallel.sharding import place
 from transformer.runs import rundir
 from transformer.runs.checkpoint import Checkpoints
 from transformer.runs.evaluate import load_trained
-from transformer.training.optimizer import build_optimizer
 from transformer.training.state import abstract_state
 
 
@@ -50,8 +50,8 @@ def from_hf(directory: Path, workdir: Path, overrides: Mapping[str, str]) -> Exp
     # In a bucket, nothing can be renamed. There, the run appears when its files are synchronized.
     folder = contextlib.nullcontext(workdir) if buckets.url_of(workdir) else new_folder(workdir)
     with use(start(config.platform, config.mesh)) as mesh, folder as unfinished:
-        optimizer = build_optimizer(config.optimizer, 1, config.model)
-        abstract, shardings = abstract_state(config, build_model(config.model), optimizer, mesh)
+        model = build_model(config.model)
+        abstract, shardings = abstract_state(config, model, optax.identity(), mesh)
         check_memory(abstract.params, mesh, "parameters")
         sharding_of = flatten(shardings.params)
         put = lambda path, x: place(x, sharding_of[path])
