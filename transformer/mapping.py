@@ -29,14 +29,11 @@ def from_mapping(cls, values: Mapping, path: str = "", root: type | None = None)
 
 def way_out(key: str, fields: Mapping, root: type) -> str:
     """Returns a hint for an unknown field: its place in `root`, or else the nearest of `fields`."""
-    top = typing.get_type_hints(root)
-    configs = [(name, kind) for name, kind in top.items() if dataclasses.is_dataclass(kind)]
-    paths = [key] if key in top else []
+    paths, configs = [], [("", root)]
     for path, kind in configs:  # grows while it is iterated: configs are nested
-        inner = typing.get_type_hints(kind)
-        nested = [(name, x) for name, x in inner.items() if dataclasses.is_dataclass(x)]
-        configs += [(f"{path}.{name}", x) for name, x in nested]
-        paths += [f"{path}.{key}"] if key in inner else []
+        inner = _fields(kind)
+        configs += [(f"{path}{x}.", of) for x, of in inner.items() if dataclasses.is_dataclass(of)]
+        paths += [f"{path}{key}"] if key in inner else []
     return f"use {' or '.join(paths)}" if paths else nearest(key, fields)
 
 
