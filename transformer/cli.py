@@ -99,9 +99,7 @@ def _main(argv: list[str]) -> int:
         title, _, detail = (verb.__doc__ or "").partition("\n\n")
         about = title.partition(": ")[2].rstrip(".")
         sub = verbs.add_parser(name, help=about, description=detail or about, **style)
-        only_prints = getattr(verb, "ONLY_PRINTS", False)
-        lasting = contextlib.nullcontext if only_prints else survive_closed_readers
-        sub.set_defaults(run=verb.run, verb=name, lasting=lasting)
+        sub.set_defaults(run=verb.run, verb=name, only_prints=False)
         verb.arguments(sub)
     if argv and not argv[0].startswith("-") and argv[0] not in VERBS:
         raise UserError(f"no verb {argv[0]!r}; {nearest(argv[0], VERBS)}")
@@ -110,7 +108,8 @@ def _main(argv: list[str]) -> int:
         parser.print_help()
         return 0
     values = [x for v in vars(args).values() for x in (v if isinstance(v, list) else [v])]
-    with args.lasting(), buckets.closing():
+    lasting = contextlib.nullcontext if args.only_prints else survive_closed_readers
+    with lasting(), buckets.closing():
         for folder in (x for x in values if isinstance(x, Path)):
             buckets.open_folder(folder)
         return args.run(args, _overrides(remaining)) or 0

@@ -14,11 +14,10 @@ from transformer.files import write_atomic
 from transformer.output import count, counting, event
 from transformer.verbs.common import ask, folder, open_run, read_lines
 
-ONLY_PRINTS = True
-
 
 def arguments(parser) -> None:
     add = parser.add_argument
+    parser.set_defaults(only_prints=True)
     add("--workdir", required=True, type=folder, metavar="DIR", help="the run")
     add("--input", default="-", metavar="FILE", help="a text file; default: - (standard input)")
     add("--output", default="-", metavar="FILE", help="default: standard output")

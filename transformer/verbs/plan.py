@@ -26,11 +26,10 @@ from pathlib import Path
 from transformer.errors import UserError, nearest
 from transformer.files import write_json
 
-ONLY_PRINTS = True
-
 
 def arguments(parser) -> None:
     add = parser.add_argument
+    parser.set_defaults(only_prints=True)
     add("--config", required=True, metavar="FILE.py[:ARG]", help="the experiment")
     machines = "v5p:4x4x8, v5p-256, h100:64, cpu:8"
     add("--topology", required=True, metavar="KIND:SHAPE", help=machines)

@@ -9,11 +9,10 @@ import sys
 from transformer.output import count
 from transformer.verbs.common import folder, open_run, read_lines
 
-ONLY_PRINTS = True
-
 
 def arguments(parser) -> None:
     add = parser.add_argument
+    parser.set_defaults(only_prints=True)
     add("--workdir", required=True, type=folder, metavar="DIR", help="the run")
     add("--input", default="-", metavar="FILE", help="a text file; default: - (standard input)")
     add("--tokens", action="store_true", help="one line per token: nats and piece")
