@@ -59,7 +59,7 @@ def load_run(workdir: str | os.PathLike, overrides: Mapping[str, Any] = NOTHING)
     `{"decoding.beam_size": 4, "mesh.data": 8}`. By default, the mesh is one device. Raises
     UserError (a ValueError) if there is no run, or it has no undamaged checkpoint."""
     workdir = buckets.open_folder(workdir)
-    config, mesh = run_mesh(run_config(workdir, overrides), overrides)
+    config, mesh = open_run(workdir, overrides)
     with use(mesh):
         return load_trained(workdir, config, mesh)
 
@@ -131,8 +131,12 @@ def embed(run: AnyRun, texts: Sequence[str], pooling: str = "mean") -> np.ndarra
         return embed_texts(run.config, run.params, tokenizer, run.mesh, texts, pooling, size)
 
 
-def run_config(workdir: str | os.PathLike, overrides: Mapping[str, Any]) -> Experiment:
-    """Returns the config of a run, with overrides. Raises UserError for a field that is fixed."""
+def open_run(
+    workdir: str | os.PathLike, overrides: Mapping[str, Any], alone: str = ""
+) -> tuple[Experiment, Mesh]:
+    """Returns the config of a run, with overrides, and the mesh on which to use it. The mesh has
+    one device, or as an override sets; with several processes, it is the run's. Raises UserError
+    for a field that is fixed and, with `alone` as its text, for several processes."""
     settable = {"decoding", "mesh", "platform", "seed"}
     if is_converted(Path(workdir)):
         settable.add("data")
@@ -140,14 +144,11 @@ def run_config(workdir: str | os.PathLike, overrides: Mapping[str, Any]) -> Expe
         if key.split(".")[0] not in settable and key != "data.eval_overlap":
             way_out = "set only decoding, mesh, platform, seed and data.eval_overlap"
             raise UserError(f"{key}: a trained run keeps its config; {way_out}")
-    return apply_overrides(load_config(Path(workdir)), overrides)
-
-
-def run_mesh(config: Experiment, overrides: Mapping[str, Any]) -> tuple[Experiment, Mesh]:
-    """Returns the config and the mesh on which to use a trained run. The mesh has one device, or as
-    an override sets; with several processes, it is the run's."""
+    config = apply_overrides(load_config(Path(workdir)), overrides)
     cache_compiled_programs()
-    is_set = start_processes() or any(key.startswith("mesh") for key in overrides)
+    if (several := start_processes()) and alone:
+        raise UserError(alone)
+    is_set = several or any(key.startswith("mesh") for key in overrides)
     mesh_config = config.mesh if is_set else MeshConfig(data=1)
     platform = config.platform if "platform" in overrides else "auto"
     return config.on(mesh_config), start(platform, mesh_config)

@@ -20,15 +20,12 @@ def folder(text: str) -> Path:
 
 def open_run(args, overrides):
     """Returns the config of a run, with overrides, and the mesh on which to use it."""
-    from transformer.api import run_config, run_mesh
-    from transformer.parallel.processes import start_processes
+    from transformer import api
 
-    config = run_config(args.workdir, overrides)
     is_alone = args.verb in ("convert", "inspect") or getattr(args, "input", "") == "-"
-    if is_alone and start_processes():
-        way_out = "start one process, or read a file (--input=FILE)"
-        raise UserError(f"{args.verb}: cannot run on several processes; {way_out}")
-    return run_mesh(config, overrides)
+    way_out = "start one process, or read a file (--input=FILE)"
+    problem = f"{args.verb}: cannot run on several processes; {way_out}"
+    return api.open_run(args.workdir, overrides, problem if is_alone else "")
 
 
 def read_lines(name: str) -> list[str]:
