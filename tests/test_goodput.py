@@ -6,9 +6,8 @@ import time
 import pytest
 
 from transformer.errors import UserError
-from transformer.runs.goodput import PAID, SAVING, TRAINED, Goodput, share
 from transformer.runs.loop import train
-from transformer.runs.metrics import read_metrics
+from transformer.runs.metrics import PAID, SAVING, TRAINED, Goodput, read_metrics
 from transformer.runs.rundir import read_manifest
 
 EARLIER = [
@@ -32,7 +31,7 @@ def test_lost_steps_are_paid_but_not_trained(log):
     values = goodput.add(4.0)
     assert values[TRAINED] == 54.0 and values[PAID] == pytest.approx(158, abs=1)
     assert goodput.add(1.0)[TRAINED] == 55.0
-    assert share({TRAINED: 30.0, PAID: 40.0}) == 0.75
+    assert Goodput.share({TRAINED: 30.0, PAID: 40.0}) == 0.75
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Metrics of a run: means over steps, metrics.jsonl, TensorBoard, progress lines and loss.png."""
+"""Metrics of a run: means over steps, goodput, metrics.jsonl, TensorBoard, progress, loss.png."""
 
 import contextlib
 import hashlib
@@ -18,8 +18,9 @@ from transformer import buckets
 from transformer.errors import UserError
 from transformer.files import read_bytes, write_atomic
 from transformer.output import elapsed, human_time, human_tokens
-from transformer.runs.goodput import Goodput, share
 from transformer.runs.watchdog import Watchdog
+
+TRAINED, PAID, SAVING = "time/trained_seconds", "time/paid_seconds", "time/saving_seconds"
 
 
 class MetricsLog:
@@ -159,6 +160,45 @@ class Progress:
         self._is_open = False
 
 
+class Goodput:
+    """The seconds in which a run trained and those that were paid, over all of its processes.
+    Compilation, evaluations, checkpoints and steps after the last log line that a run keeps are not
+    training. Time is paid from when a process begins the run or from `TRANSFORMER_PAID_SINCE` (Unix
+    seconds), when the machine started. A process that died ended at its last log line."""
+
+    def __init__(self, log: Path, lines: list, earlier: Mapping, resume_step: int, began: float):
+        """`lines`: of `log`, of earlier processes; `earlier`: their `record`; `began`: this one."""
+        kept = [line for line in lines if line["step"] <= resume_step]
+        total = lambda name, lines: max((line.get(name, 0.0) for line in lines), default=0.0)
+        self._trained = total(TRAINED, kept)
+        self.saving = total(SAVING, lines)  # seconds in which training waited for checkpoints
+        self._paid = max(total(PAID, lines), earlier.get("paid_seconds", 0.0))
+        if since := os.environ.get("TRANSFORMER_PAID_SINCE"):
+            if not since.isdecimal():
+                problem = f"{since!r} must be a time in Unix seconds"
+                raise UserError(f"TRANSFORMER_PAID_SINCE: {problem}, such as $(date +%s)")
+            began = min(began, max(float(since), log.stat().st_mtime if lines else 0.0))
+        self._began = began
+
+    def add(self, trained: float) -> dict[str, float]:
+        """Adds seconds of training, and returns all sums until now."""
+        self._trained += trained
+        paid = self._paid + max(time.time() - self._began, 0.0)
+        sums = {TRAINED: self._trained, PAID: paid, SAVING: self.saving}
+        return {name: round(seconds, 2) for name, seconds in sums.items()}
+
+    def record(self) -> dict[str, float]:
+        """What the manifest records when a process begins and when it ends."""
+        values = self.add(0.0)
+        seconds = {name.removeprefix("time/"): value for name, value in values.items()}
+        return seconds | {"share": round(self.share(values), 4)}
+
+    @staticmethod
+    def share(values: Mapping[str, float]) -> float:
+        """Returns the goodput, the share of the paid time in which the run trained."""
+        return values[TRAINED] / max(values[PAID], 0.01)
+
+
 class Diverged(UserError):
     """The loss is NaN or infinite. This is a result, which the log records."""
 
@@ -231,9 +271,10 @@ class Recorder:
             cores = others / max(time.perf_counter() - self._began[0], 0.01)
             timing["time/other_cores"] = round(max(cores, 0.0), 2)
         timing |= (paid := self.goodput.add(spent))
+        loss, goodput = means["train/loss"], self.goodput.share(paid)
         values = means | {"train/tokens": tokens, "train/learning_rate": lr} | timing
         self._log.write(step, **values)
-        self._progress.show(step, means["train/loss"], lr, speed, spent / steps, share(paid))
+        self._progress.show(step, loss, lr, speed, spent / steps, goodput)
 
     @contextlib.contextmanager
     def untimed(self) -> Iterator[None]:

@@ -37,9 +37,8 @@ from transformer.parallel.sharding import Share
 from transformer.runs import rundir
 from transformer.runs.checkpoint import Checkpoints, size
 from transformer.runs.fits import check_divisibility, check_training
-from transformer.runs.goodput import Goodput
 from transformer.runs.initialize import check_source, check_tokenizer, start_from
-from transformer.runs.metrics import Diverged, MetricsLog, Progress, Recorder, read_metrics
+from transformer.runs.metrics import Diverged, Goodput, MetricsLog, Progress, Recorder, read_metrics
 from transformer.runs.summary import summary
 from transformer.training.optimizer import build_optimizer, schedule
 from transformer.training.state import TrainState, abstract_state, init_state, layout, relayout
