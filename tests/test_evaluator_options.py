@@ -16,7 +16,7 @@ from transformer.evaluation.evaluators.base import Evaluator, Kind
 from transformer.lab.profiles import profiles
 from transformer.lab.results import read
 from transformer.mapping import from_mapping
-from transformer.units import unit
+from transformer.units import kind
 
 OPTIONS = {
     "loss_by_position": {"parts": 4},
@@ -138,6 +138,6 @@ def test_an_evaluator_declares_the_kinds_and_profiles_of_its_metrics(monkeypatch
     results = read([tmp_path / "a" / "seed-0", tmp_path / "b" / "seed-0"])
     assert not profiles(results)
     monkeypatch.setitem(EVALUATORS._all, "beauty", Beauty)
-    assert Sweep(grid, metric=metric).higher_is_better and unit(metric) == "milli-Helens"
+    assert Sweep(grid, metric=metric).higher_is_better and kind(metric).unit == "milli-Helens"
     (profile,) = profiles(results)
     assert profile.caption == "Beauty by layer" and profile.places == [1, 2]

@@ -27,6 +27,8 @@ OF_LABELS = {
 }  # fmt: skip
 """The kinds that apply instead if no tokens are predicted, as by a classifier."""
 
+UNKNOWN = Kind("", None, False)  # of other metrics
+
 BOUNDS = {
     **dict.fromkeys(
         (*_LOSSES, "kl", "perplexity", "bits_per_byte", "word_perplexity", "context", "entropy",
@@ -45,28 +47,18 @@ def bounds(metric: str) -> tuple[float, float]:
     return next(parts, (-math.inf, math.inf))
 
 
-def kind(metric: str, predicts_tokens: bool = True) -> Kind | None:
-    """Returns the kind of a metric, from the last known part of its name, or None."""
+def kind(metric: str, predicts_tokens: bool = True) -> Kind:
+    """Returns the kind of a metric, from the last known part of its name, or UNKNOWN."""
     kinds = {part: x for cls in EVALUATORS.values() for part, x in cls.kinds.items()} | KINDS
     kinds |= {} if predicts_tokens else OF_LABELS
-    return next((kinds[part] for part in reversed(metric.split("/")) if part in kinds), None)
-
-
-def of_tokens(metric: str, predicts_tokens: bool = True) -> bool:
-    """Returns whether the metric's value depends on the tokenizer."""
-    return getattr(kind(metric, predicts_tokens), "of_tokens", False)
-
-
-def unit(metric: str, predicts_tokens: bool = True) -> str:
-    """Returns the unit of the metric; "" if it is unknown."""
-    return getattr(kind(metric, predicts_tokens), "unit", "")
+    return next((kinds[part] for part in reversed(metric.split("/")) if part in kinds), UNKNOWN)
 
 
 def higher_is_better(metric: str, declared: bool | None) -> bool:
     """Returns the declared direction, or that of the metric's name. Raises UserError if unknown."""
-    metric_kind = kind(metric)
-    if declared is None and metric_kind is None:
+    higher = kind(metric).higher if declared is None else declared
+    if higher is None:
         file = "set Sweep(..., higher_is_better=True) or False"
         way_out = f"{file}, or pass --higher-is-better or --lower-is-better to compare"
         raise UserError(f"sweep: metric {metric!r}: its direction is unknown; {way_out}")
-    return metric_kind.higher if declared is None else declared
+    return higher

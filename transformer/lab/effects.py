@@ -19,7 +19,7 @@ import numpy as np
 from transformer.lab.formatting import number, p_value, signed, spell_range
 from transformer.lab.results import Arm, Results, uniform_loss
 from transformer.lab.statistics import Difference, Mean, corrected, difference, mean
-from transformer.units import bounds, unit
+from transformer.units import bounds, kind
 
 Values = dict[int, float]  # seed -> value of the metric
 Key = tuple[str, ...]  # the values of some fields
@@ -123,7 +123,7 @@ def _of_field(effect: Effect, results: Results) -> str:
     others = [short(other) for other in results.sweep.fields if other not in (field, "arm")]
     over = "the sizes" if results.sweep.ladder else " and ".join(others)
     change = f"Averaged over {over}, {b} instead of {a}"
-    counts, metric = unit(results.sweep.metric, results.predicts_tokens), results.sweep.metric
+    counts, metric = kind(results.sweep.metric, results.predicts_tokens).unit, results.sweep.metric
     if not effect.versus.is_detectable:
         size = f"{signed(x.mean, x.half)} [{spell_range(x)}]"
         return f"{change} makes no detectable difference: {size} {_certainty(effect)}."

@@ -22,7 +22,7 @@ from transformer.lab.results import Arm, Results
 from transformer.lab.statistics import Mean, mean
 from transformer.lab.verdict import Verdict
 from transformer.output import human_count
-from transformer.units import bounds, unit
+from transformer.units import bounds, kind
 
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 LINES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
@@ -43,7 +43,7 @@ def styles(names: Sequence[str]) -> Style:
 
 def caption_of(name: str, results: Results) -> str:
     """Returns the name and unit of a metric for an axis."""
-    counts = unit(name, results.predicts_tokens)
+    counts = kind(name, results.predicts_tokens).unit
     return name.replace("/", " ") + (f" ({counts})" if counts else "")
 
 

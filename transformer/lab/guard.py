@@ -26,7 +26,7 @@ from transformer.runs.rundir import different_fields
 from transformer.sweeps import Sweep
 from transformer.training.state import init_state
 from transformer.training.step import attention_backends, make_train_step
-from transformer.units import of_tokens
+from transformer.units import kind
 
 Configs = Mapping[str, Experiment]  # arm -> its experiment
 
@@ -131,7 +131,7 @@ def check(sweep: Sweep, configs: Configs, facts: Mapping[str, Facts]) -> None:
     _check_twins(sweep, configs, facts)
     usual = facts[sweep.baseline].tokenizer
     retokenized = [arm for arm, fact in facts.items() if fact.tokenizer != usual]
-    in_tokens = of_tokens(sweep.metric, configs[sweep.baseline].objective.predicts_tokens)
+    in_tokens = kind(sweep.metric, configs[sweep.baseline].objective.predicts_tokens).of_tokens
     if retokenized and in_tokens and "tokenizer" not in sweep.declared:
         problem = f"arm {retokenized[0]!r} has a different tokenizer from {sweep.baseline!r}"
         metric = "use a metric that does not, such as Sweep(..., metric='test/bits_per_byte')"

@@ -19,7 +19,7 @@ from transformer.lab.study import Study, load_study
 from transformer.lab.tuning import search
 from transformer.lab.verdict import Verdict, derive_verdict
 from transformer.output import count, event
-from transformer.units import kind, of_tokens, unit
+from transformer.units import kind
 
 
 def judge(
@@ -128,7 +128,7 @@ def about(results: Results) -> list[str]:
         seeds = " of one seed: the variation between seeds is unknown, so there are no intervals."
     lines.append(f"{count(len(results.arms), 'arm')}, {count(len(runs), 'run')}{seeds}")
     part, better = measured_text(results, sweep.metric), sweep.higher_is_better
-    metric = [sweep.metric, unit(sweep.metric, results.predicts_tokens), part and f"on {part}"]
+    metric = [sweep.metric, kind(sweep.metric, results.predicts_tokens).unit, part and f"on {part}"]
     metric_is = f"{', '.join(filter(None, metric))}; {'higher' if better else 'lower'}"
     lines += [f"Primary metric: {metric_is} is better.", *_texts(results)]
     lines += [f"Declared difference in {name}: {why}." for name, why in sweep.declared.items()]
@@ -145,7 +145,7 @@ def _texts(results: Results) -> list[str]:
     if len({str(run.data("test", "sha256")) for run in results.runs}) > 1:
         lines.append("Arms are tested on different texts, as the sweep varies or declares.")
     objectives = {str(run.data("objective")) for run in results.runs}
-    if len(objectives) > 1 and of_tokens(sweep.metric, results.predicts_tokens):
+    if len(objectives) > 1 and kind(sweep.metric, results.predicts_tokens).of_tokens:
         lines.append(
             f"Arms have different objectives ({', '.join(sorted(objectives))}), "
             f"so {sweep.metric} is not measured on the same tokens in all arms."
@@ -202,8 +202,8 @@ def reproduction_commands(results: Results) -> str:
         compare.append(f"--metric={results.sweep.metric}")
     if not sweep or sweep.baseline != results.sweep.baseline:
         compare.append(f"--baseline={results.sweep.baseline}")
-    metric_kind, higher = kind(results.sweep.metric), results.sweep.higher_is_better
-    if metric_kind is None or metric_kind.higher != higher:
+    higher = results.sweep.higher_is_better
+    if kind(results.sweep.metric).higher != higher:
         compare.append("--higher-is-better" if higher else "--lower-is-better")
     if not study:
         return shlex.join(compare)

@@ -21,7 +21,7 @@ from transformer.output import count, listed
 from transformer.runs.metrics import parse_metrics
 from transformer.runs.rundir import flatten_fields, load_config, read_manifest
 from transformer.sweeps import RESERVED, Grid, Point, Sweep
-from transformer.units import of_tokens
+from transformer.units import kind
 
 
 class RunResult(NamedTuple):
@@ -292,7 +292,7 @@ def _why_not(run: RunResult, first: RunResult, sweep: Sweep) -> str | None:
     if not (same(part, "sha256") or varied or "data" in sweep.declared):
         measured = "validated" if part == "valid" else "tested"
         return f"was {measured} on a different text from {first.folder}"
-    in_tokens = of_tokens(sweep.metric, first.config.objective.predicts_tokens)
+    in_tokens = kind(sweep.metric, first.config.objective.predicts_tokens).of_tokens
     if in_tokens and "tokenizer" not in sweep.declared and not same("tokenizer_sha256"):
         why = f"and {sweep.metric} depends on it (test/bits_per_byte does not)"
         return f"has a different tokenizer from {first.folder}, {why}"

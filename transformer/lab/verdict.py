@@ -13,7 +13,7 @@ from transformer.lab.formatting import number, p_value, signed, spell, spell_ran
 from transformer.lab.profiles import Profile, profiles
 from transformer.lab.results import Arm, Results
 from transformer.lab.statistics import Difference, Mean, corrected, difference, mean
-from transformer.units import bounds, unit
+from transformer.units import bounds, kind
 
 NAMED = 8  # arms that a sentence names, at most; the table has all of them
 
@@ -104,7 +104,7 @@ def _reaches(arm: Arm, base: Arm, name: str, sign: float) -> list[float]:
 
 def _verdict(results: Results, rows: Mapping[str, Row], scanned: Sequence[Scan]) -> str:
     sweep, base = results.sweep, results.sweep.baseline
-    counts = unit(sweep.metric, results.predicts_tokens)
+    counts = kind(sweep.metric, results.predicts_tokens).unit
     metric = f"{sweep.metric} ({counts})" if counts else sweep.metric
     finished = [name for name, row in rows.items() if row.value.count]
     if len(finished) < 2 or base not in finished:
@@ -142,7 +142,7 @@ def _verdict(results: Results, rows: Mapping[str, Row], scanned: Sequence[Scan])
 
 def _clauses(results: Results, compared: Mapping[str, Row]) -> list[str]:
     metric, base = results.sweep.metric, results.sweep.baseline
-    counts = unit(metric, results.predicts_tokens)
+    counts = kind(metric, results.predicts_tokens).unit
     names = lambda outcome: [name for name, row in compared.items() if row.outcome == outcome]
     clauses = []
     for outcome in ("better", "worse"):

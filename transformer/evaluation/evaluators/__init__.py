@@ -10,7 +10,7 @@ class Kind:
     """The properties of a metric."""
 
     unit: str  # for display
-    higher: bool  # larger values are better
+    higher: bool | None  # larger values are better; None: unknown
     of_tokens: bool  # the value depends on the tokenizer
 
 
