@@ -97,7 +97,7 @@ def _loop(group: _Group, mesh: Mesh, stopped: Callable[[int], bool]) -> None:
     states = put(jax.tree.map(lambda *x: np.stack(x), *(jax.device_get(run.state) for run in runs)))
     for run in runs:
         run.state = None  # now part of `states`
-    streams = [run.text.train.stream(run.step, config.train.steps) for run in runs]
+    streams = [run.train.stream(run.step, config.train.steps) for run in runs]
     step, pending = runs[0].step, None
 
     def log_metrics() -> None:

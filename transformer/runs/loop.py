@@ -30,7 +30,7 @@ def train(config: Experiment, workdir: str | os.PathLike, verbose: bool = False)
         trace = _profile(run.workdir, config.train.profile, run.step)
         with run, stop_signals() as stopped, trace as profile:
             first = run.step
-            for batch in run.text.train.stream(run.step, config.train.steps):
+            for batch in run.train.stream(run.step, config.train.steps):
                 batch = run.subject.share.place(batch)
                 with run.progress.compiling() if run.step == first else contextlib.nullcontext():
                     run.state, metrics = run.train_step(run.state, batch)

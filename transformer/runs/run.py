@@ -60,7 +60,8 @@ class Run:
     workdir: Path
     state: TrainState
     step: int
-    text: "Text"
+    train: Stream  # batches of the training text
+    valid: Stream  # those of the validation text
     subject: Subject  # the model and its validation text
     train_step: Callable
     eval_step: Callable
@@ -111,7 +112,7 @@ class Run:
         """Logs the validation loss and the evaluators' metrics, and prints a line."""
         with self.recorder.untimed():
             params, limit = self.state.eval_params, self.config.train.eval_batches
-            batches = (self.text.valid, self.subject.share)
+            batches = (self.valid, self.subject.share)
             metrics = evaluate_loss(self.eval_step, params, *batches, max_batches=limit)
             snapshot = Snapshot(params, self.state.opt_state)
             metrics |= measure(self.subject, snapshot, in_training=True)
@@ -138,7 +139,7 @@ class Run:
             if is_first():
                 Claim(self.workdir / rundir.LOCK).check()
             loop = {"data_step": self.step, "window": dict(self.recorder.window)}
-            loop["text_sha256"] = self.text.data.meta["train"]["sha256"]
+            loop["text_sha256"] = self.subject.data.meta["train"]["sha256"]
             buckets.sync(self.workdir)  # a checkpoint in a bucket has the metrics before it
             self.checkpoints.save(self.state, self.step, loop, layout(self.config.model))
 
@@ -154,26 +155,18 @@ class Program(NamedTuple):
     shardings: TrainState  # of the state
 
 
-class Text(NamedTuple):
-    """The data and its batches."""
-
-    data: Data
-    train: Stream
-    valid: Stream
-
-
 def begin(
     config: Experiment, workdir: Path, mesh: Mesh, *, together=1, prints=True, verbose=False
 ) -> Run:
     """Prepares all that a run needs before its first step. `together` runs are trained as one
     program, of which one `prints` progress; with `verbose`, also details before the first step."""
     began, program = time.time(), check(config, workdir, mesh)
-    text = read_text(config, workdir, Share(mesh))
+    data, train, valid = read_text(config, workdir, Share(mesh))
     progress = Progress(config.train.steps, None if is_first() and prints else io.StringIO())
-    state, loop, checkpoints = find_state(workdir, program, text, progress.note)
+    state, loop, checkpoints = find_state(workdir, program, data, progress.note)
     step = loop["data_step"]
     resumed = f"at step {step:,} from {checkpoints.folder}" if step else ""
-    for line in record_run(workdir, program, text, together, resumed, verbose):
+    for line in record_run(workdir, program, data, train, together, resumed, verbose):
         progress.note(line)
     checkpoints = checkpoints or Checkpoints(workdir, config.train, progress.note)
     targets = {"tensorboard": config.train.tensorboard, "wandb": config.train.wandb}
@@ -190,9 +183,9 @@ def begin(
     train_step = make_train_step(config, program.model, program.optimizer, mesh, program.shardings)
     eval_step = make_eval_step(config, program.model, mesh, program.shardings.params)
     validation = "valid", mesh, config.train.eval_batches, program.optimizer
-    subject = Subject(config, text.data, *validation)
+    subject = Subject(config, data, *validation)
     steps, outputs = (train_step, eval_step), (checkpoints, log, progress, recorder)
-    return Run(config, workdir, state, step, text, subject, *steps, *outputs)
+    return Run(config, workdir, state, step, train, valid, subject, *steps, *outputs)
 
 
 def check(config: Experiment, workdir: Path, mesh: Mesh) -> Program:
@@ -217,20 +210,21 @@ def check(config: Experiment, workdir: Path, mesh: Mesh) -> Program:
     return Program(config, mesh, model, optimizer, abstract, shardings)
 
 
-def read_text(config: Experiment, workdir: Path, share: Share) -> Text:
-    """Step 2: reads and tokenizes the data, with the run's own tokenizer if it resumes."""
+def read_text(config: Experiment, workdir: Path, share: Share) -> tuple[Data, Stream, Stream]:
+    """Step 2: reads and tokenizes the data, with the run's own tokenizer if it resumes. Returns it
+    with the batches for training and validation."""
     with process_zero_first("data"):
         tokenizer = rundir.tokenizer_file(workdir) if rundir.has_checkpoint(workdir) else None
         data = open_data(config, tokenizer)
-    text = Text(data, *(data.batches(part, share.sequences) for part in ("train", "valid")))
-    check_epochs(config.data.mixture, text.train.epochs(config.train.steps))
+    train, valid = (data.batches(part, share.sequences) for part in ("train", "valid"))
+    check_epochs(config.data.mixture, train.epochs(config.train.steps))
     digests = data.meta["train"]["sha256"][:32] + data.tokenizer.sha256[:32]
     agree("the training text, or its tokenizer", digests)
-    return text
+    return data, train, valid
 
 
 def find_state(
-    workdir: Path, program: Program, text: Text, report: Callable[[str], None]
+    workdir: Path, program: Program, data: Data, report: Callable[[str], None]
 ) -> tuple[TrainState, dict, Checkpoints | None]:
     """Step 3: gets the state from the newest checkpoint, from another model, or from the seed, the
     state of the training loop, and the checkpoints (None for a new run)."""
@@ -242,22 +236,23 @@ def find_state(
     if not checkpoints or not checkpoints.steps:
         state = init_state(config, program.model, program.optimizer, program.shardings)
         if config.train.init_from:
-            check_tokenizer(config.train.init_from, text.data.tokenizer.sha256)
+            check_tokenizer(config.train.init_from, data.tokenizer.sha256)
             state = start_from(config, state, program.shardings, program.mesh)
         return state, {"data_step": 0, "window": {}}, None
     state, loop = _resume(checkpoints, program)
-    if loop["text_sha256"] != text.data.meta["train"]["sha256"]:
+    if loop["text_sha256"] != data.meta["train"]["sha256"]:
         problem = f"the training text has changed since {workdir} was trained on it"
         raise UserError(f"workdir: {problem}; choose another directory or restore the text")
     return state, loop, checkpoints
 
 
 def record_run(
-    workdir: Path, program: Program, text: Text, together: int, resumed: str, verbose: bool
-) -> list[str]:
+    workdir: Path, program: Program, data: Data, train: Stream, together: int, resumed: str,
+    verbose: bool,
+) -> list[str]:  # fmt: skip
     """Step 4: records the run in its directory and returns a summary."""
-    config, mesh, params, data = program.config, program.mesh, program.abstract.params, text.data
-    backends = attention_backends(config, program.model, params, text.train[0], mesh)
+    config, mesh, params = program.config, program.mesh, program.abstract.params
+    backends = attention_backends(config, program.model, params, train[0], mesh)
     origin = {"parameters": sum(math.prod(x.shape) for x in jax.tree.leaves(params))}
     origin |= {"data": data.describe(), "attention_backends": backends}
     origin["trained_together"] = together
@@ -269,7 +264,7 @@ def record_run(
     if not (workdir / "config.json").exists():
         problem = f"cannot see the files that process 0 wrote to {workdir}; use a shared folder"
         raise UserError(f"workdir: process {jax.process_index()} {problem}")
-    return summary(program, data, text.train, backends, resumed, verbose)
+    return summary(program, data, train, backends, resumed, verbose)
 
 
 def _resume(checkpoints: Checkpoints, program: Program) -> tuple[TrainState, dict]:
