@@ -152,7 +152,7 @@ def _runs() -> list[dict]:
 
 
 def _placements() -> str:
-    from transformer.model.placements import PLACEMENTS, Placement
+    from transformer.model.placements.base import PLACEMENTS, Placement
 
     plain = {f.name: f.default for f in dataclasses.fields(Placement)}
     options = [f for f in dataclasses.fields(Placement) if f.name != "warmup_hint"]
@@ -175,8 +175,7 @@ def _placements() -> str:
 
 
 def _parametrizations() -> str:
-    from transformer.model.parametrizations import PARAMETRIZATIONS, Parametrization
-    from transformer.model.parametrizations.base import ROLES
+    from transformer.model.parametrizations.base import PARAMETRIZATIONS, ROLES, Parametrization
 
     names = table(
         ("name", "definition"),

@@ -18,9 +18,9 @@ from faults import combinations
 from transformer import ModelConfig, UserError, build_model
 from transformer.convert.special_tokens import write
 from transformer.decoding.sampling import sample
-from transformer.model.feed_forwards import FEED_FORWARDS
-from transformer.model.mixers import MIXERS
-from transformer.model.placements import PLACEMENTS, Placement
+from transformer.model.feed_forwards.base import FEED_FORWARDS
+from transformer.model.mixers.base import MIXERS
+from transformer.model.placements.base import PLACEMENTS, Placement
 from transformer.model.positions import SCHEMES
 from transformer.model.positions.rotary_scaling import SCALINGS
 

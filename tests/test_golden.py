@@ -191,8 +191,8 @@ def test_disentangled_attention_matches_hugging_face():
     from conftest import make, small
 
     from transformer.model.masks import Tokens
-    from transformer.model.mixers import Context
     from transformer.model.mixers.attention import Attention
+    from transformer.model.mixers.base import Context
     from transformer.model.positions import build
 
     n, h, d, max_distance, length = 4, 4, 16, 3, 7

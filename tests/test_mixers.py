@@ -16,7 +16,7 @@ from transformer.decoding.beam import beam_search
 from transformer.decoding.prefill import advance, prefill
 from transformer.model.cache import LayerState
 from transformer.model.layout import flatten, part as layer_part, unflatten, where
-from transformer.model.mixers import MIXERS
+from transformer.model.mixers.base import MIXERS
 from transformer.model.mixers.forgetting import bfloat16_parts
 from transformer.model.network import build_model
 from transformer.parallel.mesh import make_mesh, use
@@ -90,7 +90,7 @@ def first_mixer(config) -> dict:
 def mixer_output(config, params, x, segments, layer=0):
     """Returns the output of a layer's mixer alone, for x [B, T, D]."""
     from transformer.model.masks import Tokens
-    from transformer.model.mixers import Context
+    from transformer.model.mixers.base import Context
     from transformer.model.positions import build
 
     cfg = config.layers("decoder")[layer]

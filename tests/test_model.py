@@ -11,7 +11,7 @@ from conftest import GENERAL_BACKENDS, init_model, make, masks, schemes, small, 
 
 from transformer.model.masks import CAUSAL, SAME_SEGMENT, Tokens, window
 from transformer.model.network import build_model
-from transformer.model.placements import PLACEMENTS
+from transformer.model.placements.base import PLACEMENTS
 from transformer.model.positions import SCHEMES, Position
 
 FAMILIES = ("encoder", "decoder", "encoder_decoder")

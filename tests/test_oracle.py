@@ -15,7 +15,7 @@ from conftest import make, masks, schemes, small, start_decoding, tokens
 
 from transformer.decoding.prefill import advance
 from transformer.model.layout import flatten, part, unflatten, where
-from transformer.model.placements import PLACEMENTS
+from transformer.model.placements.base import PLACEMENTS
 
 FAMILIES = ("encoder", "decoder", "encoder_decoder")
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from transformer.model.feed_forwards.base import FEED_FORWARDS
     from transformer.model.mixers.base import MIXERS
     from transformer.model.network import build_model
-    from transformer.model.placements import PLACEMENTS, Placement
+    from transformer.model.placements.base import PLACEMENTS, Placement
     from transformer.model.positions import SCHEMES, Position
     from transformer.sweeps import Sweep, arms, chain, product, scan, tuned, vary, zipped
     from transformer.training.optimizer import build_optimizer
@@ -46,7 +46,7 @@ _MODULES = {
     "transformer.model.architectures": ("architecture",),
     "transformer.model.feed_forwards.base": ("FEED_FORWARDS",),
     "transformer.model.mixers.base": ("MIXERS",), "transformer.model.network": ("build_model",),
-    "transformer.model.placements": ("PLACEMENTS", "Placement"),
+    "transformer.model.placements.base": ("PLACEMENTS", "Placement"),
     "transformer.model.positions": ("SCHEMES", "Position"),
     "transformer.sweeps": ("Sweep", "arms", "chain", "product", "scan", "tuned", "vary", "zipped"),
     "transformer.training.optimizer": ("build_optimizer",),

@@ -11,7 +11,7 @@ from transformer.decoding.config import DecodingConfig
 from transformer.errors import UserError
 from transformer.evaluation.evaluators import EVALUATORS
 from transformer.model.config import ModelConfig
-from transformer.model.parametrizations import PARAMETRIZATIONS
+from transformer.model.parametrizations.base import PARAMETRIZATIONS
 from transformer.parallel.config import MeshConfig
 from transformer.training.config import OptimizerConfig, TrainConfig
 from transformer.training.optimizers import OPTIMIZERS

@@ -22,7 +22,7 @@ from transformer.errors import UserError
 from transformer.mapping import from_mapping
 from transformer.model.config import ModelConfig
 from transformer.model.network import build_model
-from transformer.model.placements import PLACEMENTS
+from transformer.model.placements.base import PLACEMENTS
 from transformer.model.positions import SCHEMES
 from transformer.parallel.mesh import make_mesh, use
 from transformer.runs.evaluate import load_trained

@@ -14,8 +14,8 @@ from transformer.model.effects import EFFECTS, mixer_reads
 from transformer.model.feed_forwards.base import FEED_FORWARDS, FeedForward
 from transformer.model.mixers.base import MIXERS, SHARED_FIELDS, SOURCE_MIXERS, Mixer
 from transformer.model.norms import Norm
-from transformer.model.parametrizations import PARAMETRIZATIONS
-from transformer.model.placements import PLACEMENTS, Placement
+from transformer.model.parametrizations.base import PARAMETRIZATIONS
+from transformer.model.placements.base import PLACEMENTS, Placement
 
 
 @strict("model", EFFECTS)

@@ -12,8 +12,7 @@ from flax import linen as nn
 
 from transformer.model.config import ModelConfig
 from transformer.model.layout import flatten, unflatten
-from transformer.model.parametrizations import PARAMETRIZATIONS, Rule
-from transformer.model.parametrizations.base import Place
+from transformer.model.parametrizations.base import PARAMETRIZATIONS, Place, Rule
 
 Rules = Mapping[str, tuple[Place, Rule]]  # by the path of the parameter
 STACKED = {"layers", "rounds", "expert"}

@@ -15,7 +15,7 @@ from transformer.model.cache import Cache, LayerState
 from transformer.model.config import ModelConfig
 from transformer.model.dropout import Dropout, rate_of
 from transformer.model.masks import Tokens
-from transformer.model.mixers import Context
+from transformer.model.mixers.base import Context
 from transformer.model.placements.base import Streams
 from transformer.model.remat import REMAT_POLICIES
 from transformer.model.residual import Residual, parts_of

@@ -8,7 +8,7 @@ from transformer.checks import plain
 from transformer.config import Experiment
 from transformer.errors import UserError
 from transformer.model.config import ModelConfig
-from transformer.model.mixers import MIXERS
+from transformer.model.mixers.base import MIXERS
 from transformer.output import count
 from transformer.parallel.host import memory
 from transformer.parallel.sharding import BATCH_AXES, Share, format_bytes
