@@ -40,7 +40,7 @@ MASKS = {
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    monkeypatch.setattr(blockwise_module, "BLOCK", 4)
+    monkeypatch.setattr(blockwise_module.Einsum, "block", 4)
 
 
 def random_qkv(d_value=H, dtype=jnp.float32):

@@ -20,19 +20,9 @@ def has_norm(c, *parts: str) -> bool:
     return any(getattr(placement, part) for placement in c.placements for part in parts)
 
 
-def mixer_has(field: str):
-    """Whether some mixer reads this field."""
-    return lambda c: any(field in mixer.fields for mixer in c.mixers_of())
-
-
 def norm_reads(field: str):
     """Whether some norm reads this field: a placement's, the embedding's, or one in a mixer."""
-    return lambda c: has_norm(c) or mixer_has(field)(c)
-
-
-def model_value_used(field: str):
-    """Whether some layer uses the model's value: its entry in `layer_pattern` omits this field."""
-    return lambda c: any(field not in entry for entry in c.used_pattern)
+    return lambda c: has_norm(c) or mixer_reads(field)(c)
 
 
 def mixer_reads(field: str):
@@ -54,7 +44,7 @@ def several_sublayers(c) -> bool:
 def reads_use_bias(c) -> bool:
     """Whether `use_bias` controls the biases of some projection."""
     in_attention = c.attention_bias is None and mixer_reads("attention_bias")(c)
-    return in_attention or mixer_has("use_bias")(c) or has_feed_forward(c) or c.head_transform
+    return in_attention or mixer_reads("use_bias")(c) or has_feed_forward(c) or c.head_transform
 
 
 def depends_on_positions(c) -> bool:
@@ -63,7 +53,6 @@ def depends_on_positions(c) -> bool:
     return windows or any(scheme.reads_positions for scheme in c.position_schemes)
 
 
-_PER_LAYER = "a layer whose entry in model.layer_pattern omits {!r}"
 _MIXER = "a mixer that reads it: model.mixer='attention'"
 _NORM = "a norm (model.norm_placement='pre')"
 
@@ -72,7 +61,9 @@ EFFECTS = (
     Effect(("num_decoder_layers",), "a decoder (model.family)", lambda c: "decoder" in c.sides),
     Effect(("share_embeddings",), "an encoder and a decoder: model.family='encoder_decoder'",
            lambda c: c.is_encoder_decoder),
-    *(Effect((f,), _PER_LAYER.format(f), model_value_used(f)) for f in PER_LAYER_FIELDS),
+    *(Effect((f,), f"a layer whose entry in model.layer_pattern omits {f!r}",
+             lambda c, f=f: any(f not in entry for entry in c.used_pattern))
+      for f in PER_LAYER_FIELDS),
     *(Effect((f,), _MIXER, mixer_reads(f)) for f in SHARED_FIELDS),
     Effect(("layer_pattern",), "at least as many layers as entries, one of which sets a field",
            lambda c: len(c.used_pattern) == len(c.layer_pattern) and any(c.layer_pattern)),
@@ -81,7 +72,7 @@ EFFECTS = (
            depends_on_positions),
     *(Effect((f,), _NORM, norm_reads(f)) for f in ("norm", "norm_gain", "norm_epsilon")),
     Effect(("norm_epsilon",), "a norm that divides by a statistic: model.norm='layernorm'",
-           lambda c: c.norm != "dynamic_tanh" or mixer_has("norm_epsilon")(c)),
+           lambda c: c.norm != "dynamic_tanh" or mixer_reads("norm_epsilon")(c)),
     Effect(("norm_offset",), "a norm with an offset: model.norm='layernorm'",
            lambda c: c.norm in WITH_OFFSET and norm_reads("norm_offset")(c)),
     Effect(("norm_zero_centered",), "a norm with a gain: model.norm_gain=True",

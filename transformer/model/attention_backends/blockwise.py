@@ -83,10 +83,7 @@ def join(x_IxBxt: jax.Array) -> jax.Array:
 class Einsum:
     """Computes pairs of blocks for `attend` and ring.py. Any object with these methods can."""
 
-    @property
-    def block(self) -> int:
-        """The largest number of queries, and of keys, per block."""
-        return BLOCK
+    block = BLOCK  # the largest number of queries, and of keys, per block
 
     def forward(self, q, k, v, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
         """Returns the output over one block of keys, [B, t, N, V], and the log-sum-exp of the

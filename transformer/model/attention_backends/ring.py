@@ -89,11 +89,6 @@ class _Plan:
         sizes = tuple(_block_size(n // (1 + zigzag), inner.block) for n in (T, S))
         return _Plan(axis, count, sizes, (T // sizes[0], S // sizes[1]), zigzag, inner)
 
-    @property
-    def chunk(self) -> int:
-        """Half of a device's blocks."""
-        return self.blocks[0] // 2
-
     def own_pairs(self) -> np.ndarray:
         """Returns the pairs of blocks of a device's queries and its own keys."""
         i, j = np.indices(self.blocks).reshape(2, -1)
@@ -104,10 +99,11 @@ class _Plan:
         """Returns the pairs of blocks of device `me`'s queries and device `source`'s keys."""
         if not self.zigzag:
             return jnp.asarray(np.indices(self.blocks).reshape(2, -1).T)
-        square = np.indices((self.chunk, self.chunk)).reshape(2, -1).T
-        late_early = square + np.array([self.chunk, 0])
+        chunk = self.blocks[0] // 2  # half of a device's blocks
+        square = np.indices((chunk, chunk)).reshape(2, -1).T
+        late_early = square + np.array([chunk, 0])
         # early queries with early keys, or late queries with late keys
-        same_half = square + jnp.where(source < me, 0, self.chunk)
+        same_half = square + jnp.where(source < me, 0, chunk)
         return jnp.concatenate([late_early, same_half])
 
 

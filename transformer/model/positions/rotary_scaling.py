@@ -20,6 +20,7 @@ class Scaling:
     """No scaling: f_i is unchanged. The base class of scalings."""
 
     min_dimensions: ClassVar[int] = 2
+    acts_at_one: ClassVar[bool] = False  # a factor of 1 has an effect
 
     def check(self, theta: float, d: int) -> str | None:
         """Returns why options are invalid for `d` rotated dimensions, as "OPTION: ...", or None."""
@@ -27,17 +28,13 @@ class Scaling:
             return f"name: {self.name!r} needs at least {least} rotated dimensions, not {d}"
         if getattr(self, "factor", 1.0) < 1.0:
             return f"factor: {self.factor} must be at least 1"
-        if self.has_no_effect:
+        has_effect = getattr(self, "factor", 2.0) != 1.0 or getattr(self, "attention_factor", 0.0)
+        if not (has_effect or self.acts_at_one):
             way_out = "set a number over 1, or leave model.position.scaling at 'none'"
             return f"factor: 1.0 has no effect; {way_out}"
         if getattr(self, "original_length", 1) < 1:
             return "original_length: must be set to the length that the model was trained on"
         return None
-
-    @property
-    def has_no_effect(self) -> bool:
-        """Whether the chosen options have no effect."""
-        return getattr(self, "factor", 2.0) == 1.0 and not getattr(self, "attention_factor", 0.0)
 
     def frequencies(self, theta: float, d: int, length_B: jax.Array) -> jax.Array:
         """Returns float32[P], or float32[B, P] if they depend on the current lengths."""
@@ -46,7 +43,7 @@ class Scaling:
     @property
     def magnitude(self) -> float:
         """The factor by which rotated queries and keys are multiplied."""
-        return 1.0
+        return getattr(self, "attention_factor", 1.0)
 
 
 @SCALINGS.register("linear")
@@ -105,11 +102,10 @@ class DynamicScaling(Scaling):
     Transformers. Beyond `original_length`, decoding token by token thus differs from one pass."""
 
     min_dimensions: ClassVar[int] = 4  # the exponent is d / (d - 2)
+    acts_at_one: ClassVar[bool] = True  # because angles depend on the length
 
     factor: float = 1.0
     original_length: int = 0
-
-    has_no_effect = False  # even with a factor of 1, angles depend on the length
 
     def frequencies(self, theta, d, length_B):
         length_B = jnp.maximum(length_B, self.original_length).astype(jnp.float32)
@@ -141,10 +137,6 @@ class LongRoPEScaling(Scaling):
         short_P, long_P = jnp.asarray(self.short_factors), jnp.asarray(self.long_factors)
         is_long_Bx1 = (length_B > self.original_length)[:, None]
         return super().frequencies(theta, d, length_B) / jnp.where(is_long_Bx1, long_P, short_P)
-
-    @property
-    def magnitude(self):
-        return self.attention_factor
 
 
 @SCALINGS.register("yarn")

@@ -59,10 +59,8 @@ def flash(q_BxTxNxH, k_BxSxKxH, v_BxSxKxV, inputs: Inputs) -> jax.Array:
 
 
 def _tables(position: Position) -> int:
-    distances_D = jax.ShapeDtypeStruct((1,), jnp.int32)
-    return len(
-        jax.eval_shape(lambda distances_D: position.terms(distances_D, 1.0), distances_D).tables
-    )
+    terms_of = lambda distances_D: position.terms(distances_D, 1.0)
+    return len(jax.eval_shape(terms_of, jax.ShapeDtypeStruct((1,), jnp.int32)).tables)
 
 
 def _is_sharded(q_BxTxNxH) -> bool:

@@ -3,7 +3,6 @@ device computes its own sequences and heads. Shape suffixes: B batch, T query le
 N query heads, K key/value heads, H head size (of values: V), D distances."""
 
 import functools
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -51,11 +50,6 @@ def memory() -> int:
 def on_gpu() -> bool:
     """Returns whether the kernels are those for GPUs."""
     return platform() == "gpu"
-
-
-def kernels() -> tuple[Callable, Callable]:
-    """Returns the forward and the backward kernel of this platform."""
-    return (gpu.forward, gpu.backward) if on_gpu() else (forward, backward)
 
 
 def tile_size(tokens: int) -> int:
@@ -110,12 +104,12 @@ class Call(NamedTuple):
 
     def forward(self, q_BxNxTxH, k_BxKxSxH, v_BxKxSxV, terms: Terms, limits: Limits, seed):
         """Returns (out [B, N, T, V], log-sum-exp float32[B, N, T])."""
-        qkv = (q_BxNxTxH, k_BxKxSxH, v_BxKxSxV)
-        return self._on_each_device(kernels()[0], 2, *qkv, terms, limits, seed)
+        kernel, qkv = gpu.forward if on_gpu() else forward, (q_BxNxTxH, k_BxKxSxH, v_BxKxSxV)
+        return self._on_each_device(kernel, 2, *qkv, terms, limits, seed)
 
     def backward(self, q_BxNxTxH, k_BxKxSxH, v_BxKxSxV, terms, limits, seed, *of_queries):
         """Returns the gradients of q, k, v and the terms. `of_queries`: lse, delta, d_out."""
-        kernel = functools.partial(kernels()[1], learned=self.learned)
+        kernel = functools.partial(gpu.backward if on_gpu() else backward, learned=self.learned)
         args = (q_BxNxTxH, k_BxKxSxH, v_BxKxSxV, terms, limits, seed, *of_queries)
         d_q, d_k, d_v, *d_terms = self._on_each_device(kernel, 3, *args, learned=self.learned)
         kv_heads = k_BxKxSxH.shape[1]

@@ -29,15 +29,11 @@ def prepare(q_BxTxNxH, k_BxSxKxH, v_BxSxKxV, position: Position, scale: float, d
     by_head = lambda x: jnp.broadcast_to(x, (heads, *x.shape[1:]))
     terms = jax.tree.map(by_head, terms.replace(u_NxH=None))
     part = lambda x, *steps: None if x is None else x[:, slice(*steps)]
-    scaled = _map(lambda x: terms.scale * x, terms.queries_NxDxH)  # as queries are
+    scaled = jax.tree.map(lambda x: terms.scale * x, terms.queries_NxDxH)  # as queries are
     bias_NxD, keys = part(terms.bias_NxD, 1, -1), part(terms.keys_NxDxH, None, 0, -1)
     queries, values = part(scaled, 0, -1), part(terms.values_NxDxV, None, 0, -1)
     tables = {"keys_NxDxH": keys, "queries_NxDxH": queries, "values_NxDxV": values}
     return q, k, v, terms.replace(bias_NxD=bias_NxD, **tables)
-
-
-def _map(f, *arrays):
-    return None if arrays[0] is None else f(*arrays)
 
 
 def _add(y_NxH: jax.Array | None, x_BxTxNxH: jax.Array) -> jax.Array:
@@ -46,9 +42,9 @@ def _add(y_NxH: jax.Array | None, x_BxTxNxH: jax.Array) -> jax.Array:
 
 def _centered(q, k, v, terms: Terms, far: Terms):
     """Returns q, k, v and the terms, with tables that are zero at far distances."""
-    vector = lambda table: _map(lambda x: x[:, 0], table)
+    vector = lambda table: jax.tree.map(lambda x: x[:, 0], table)
     Q, K, V = vector(far.queries_NxDxH), vector(far.keys_NxDxH), vector(far.values_NxDxV)
-    minus = lambda table, x: _map(lambda table: table - x[:, None], table)
+    minus = lambda table, x: jax.tree.map(lambda table, x: table - x[:, None], table, x)
     keys, queries = minus(terms.keys_NxDxH, K), minus(terms.queries_NxDxH, Q)
     bias_NxD = terms.bias_NxD
     if K is not None and Q is not None:
