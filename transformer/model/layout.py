@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from transformer.model.config import ModelConfig
@@ -44,7 +45,13 @@ def sublayer_of(rest: str) -> str:
 
 def where(config: ModelConfig, paths: Iterable[str]) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Maps each unrolled path to (path in this model, index in its stack), () if not stacked."""
-    return {name: (path, index) for path in paths for name, index in _indices(config, path)}
+    places = {}
+    for path in paths:
+        names, stack, rounds = unrolled(config, path), (), config.pipeline_rounds
+        if _SCANNED.fullmatch(path):
+            stack = (rounds, len(names) // rounds) if rounds > 1 else (len(names),)
+        places |= {name: (path, i) for name, i in zip(names, np.ndindex(stack), strict=True)}
+    return places
 
 
 def part(x, place: tuple[int, ...]):
@@ -72,12 +79,3 @@ def layer_shapes(config: ModelConfig, flat: Mapping[str, Any]) -> dict[str, tupl
     """Maps each unrolled path to the shape of one layer's parameter."""
     places = where(config, flat).items()
     return {name: tuple(flat[path].shape[len(index) :]) for name, (path, index) in places}
-
-
-def _indices(config: ModelConfig, path: str) -> list[tuple[str, tuple[int, ...]]]:
-    names = unrolled(config, path)
-    if not _SCANNED.fullmatch(path):
-        return [(path, ())]
-    if config.pipeline_rounds == 1:
-        return [(name, (i,)) for i, name in enumerate(names)]
-    return [(name, divmod(i, len(names) // config.pipeline_rounds)) for i, name in enumerate(names)]
