@@ -13,7 +13,7 @@ from transformer.data.config import TokenizerConfig
 from transformer.data.tokenizer import train_tokenizer
 from transformer.model import positions
 from transformer.model.attention_backends import BACKENDS, Inputs
-from transformer.model.attention_backends.reference import softmax
+from transformer.model.attention_backends.base import softmax
 from transformer.model.masks import CAUSAL, SAME_SEGMENT, Tokens
 
 

@@ -5,9 +5,8 @@ heads, K key/value heads, H head size; I blocks of queries, t queries in a block
 import jax
 import jax.numpy as jnp
 
-from transformer.model.attention_backends.base import Inputs, logits
+from transformer.model.attention_backends.base import Inputs, logits, softmax
 from transformer.model.attention_backends.blockwise import BLOCK, cut
-from transformer.model.attention_backends.reference import softmax
 
 
 def weights(q_BxTxNxH, k_BxSxKxH, inputs: Inputs) -> tuple[jax.Array, jax.Array, jax.Array]:

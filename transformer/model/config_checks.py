@@ -14,8 +14,6 @@ from transformer.model.feed_forwards.base import FEED_FORWARDS
 from transformer.model.initializers import INITIALIZERS
 from transformer.model.mixers.base import MIXERS, Mixer
 from transformer.model.norms import NORMS
-from transformer.model.pooling import POOLINGS
-from transformer.model.remat import REMAT_POLICIES
 
 MAX_LAYERS = 10_000
 """The limit of layers in a stack. Each is checked. The deepest published Transformer has 1,000."""
@@ -63,7 +61,7 @@ def _check_values(config) -> None:
     at_most("model", config, 0.9999, **dict.fromkeys(dropouts, "almost nothing would be kept"))
     for field, names in {
         "norm": NORMS, "activation": ACTIVATIONS, "initializer": INITIALIZERS,
-        "remat": REMAT_POLICIES, "pooling": POOLINGS,
+        "remat": ("none", "dots", "full"), "pooling": ("none", "cls", "mean", "last"),
         "attention_gate": ("", "elementwise", "headwise"),
         "attention_score": ("dot", "bilinear", "additive"),
         "value_residual": ("", "fixed", "learned"), "attention_backend": ("auto", *BACKENDS),

@@ -17,10 +17,16 @@ from transformer.model.dropout import Dropout, rate_of
 from transformer.model.masks import Tokens
 from transformer.model.mixers.base import Context
 from transformer.model.placements.base import Streams
-from transformer.model.remat import REMAT_POLICIES
 from transformer.model.residual import Residual, parts_of
 from transformer.model.sharding import axis_of, constrain
 from transformer.model.watch import WATCHED, watched
+
+REMAT_POLICIES = {
+    "none": None,
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "full": jax.checkpoint_policies.nothing_saveable,
+}
+"""Which activations the backward pass does not recompute, trading time for memory, by `remat`."""
 
 Carry = tuple[Streams, Any]
 """The residual streams, and what the mixer of one layer passes on to the next; None if nothing."""

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from transformer.model.attention_backends import blockwise, flash, ring
-from transformer.model.attention_backends.base import Attend, Inputs
-from transformer.model.attention_backends.reference import reference
+from transformer.model.attention_backends.base import Attend, Inputs, reference
 from transformer.model.sharding import axis_of, platform
 
 __all__ = ["BACKENDS", "Backend", "Inputs", "choose", "reference"]
