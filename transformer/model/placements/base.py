@@ -48,7 +48,7 @@ class Site(NamedTuple):
     base_layers: int  # the same in the base of the parametrization
 
     @property
-    def index(self) -> jax.Array | int:
+    def index(self) -> jax.Array | int:  # type: ignore[override]
         """The number of sublayers before this one."""
         return self.layer * self.steps + self.step
 
