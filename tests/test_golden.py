@@ -229,7 +229,7 @@ def test_disentangled_attention_matches_hugging_face():
         )[0].numpy()  # fmt: skip
     tokens = Tokens(jnp.arange(length)[None], jnp.ones((2, length), jnp.int32))
     position = build(config.position).replace(table_RxD=table).at(tokens.positions_BxT)
-    attention = Attention(config, "encoder", 1.0, 1.0)
+    attention = Attention(config, config.token_mixer, "encoder", 1.0, 1.0)
     identity_out = {"out": {"kernel": jnp.eye(d).reshape(n, h, d)}}
     actual, _ = attention.apply(
         {"params": weights | identity_out}, x, Context(tokens, tokens), position, None, True

@@ -18,6 +18,7 @@ from transformer.model.config import ModelConfig
 from transformer.model.initializers import declare
 from transformer.model.linear import Linear
 from transformer.model.masks import CAUSAL, SAME_SEGMENT, Mask, window
+from transformer.model.mixers import base
 from transformer.model.mixers.base import MIXERS, SHARED_FIELDS, SOURCE_MIXERS, Context, Mixer
 from transformer.model.positions import Position, build
 from transformer.model.sharding import constrain
@@ -52,7 +53,7 @@ class SelfAttention(Mixer):
         return None
 
     def build(self, config, side, gain, out_gain):
-        return functools.partial(Attention, config, side, gain, out_gain)
+        return functools.partial(Attention, config, self, side, gain, out_gain)
 
     def empty_state(self, config, batch, slots):
         """Returns empty keys and values. A layer with a window has at most `window` slots."""
@@ -69,16 +70,11 @@ class CrossAttention(Mixer):
     observes = SelfAttention.observes
 
     def build(self, config, side, gain, out_gain):
-        return functools.partial(SourceAttention, config, side, gain, out_gain)
+        return functools.partial(SourceAttention, config, self, side, gain, out_gain)
 
 
-class Attention(nn.Module):
+class Attention(base.MixerModule):
     """softmax(Q K^T / sqrt(d_head)) V W_O of the tokens of one stack."""
-
-    config: ModelConfig
-    side: str  # encoder | decoder
-    gain: float  # scales the initial W_V and W_O
-    out_gain: float  # additionally scales the initial W_O
 
     @nn.compact
     def __call__(self, x_BxTxD, context: Context, position: Position, state, deterministic):

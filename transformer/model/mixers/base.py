@@ -109,3 +109,13 @@ class Mixer:
     def empty_state(self, config: Config, batch: int, slots: int) -> State:
         """Returns a layer's state before the first token, with `slots` slots per sequence."""
         raise NotImplementedError
+
+
+class MixerModule(nn.Module):
+    """The base class of the modules of mixers: what `Mixer.build` passes on to them."""
+
+    config: Config
+    kind: Any  # the mixer, with its options
+    side: str  # encoder | decoder
+    gain: float  # scales the initial W_V and W_O, or the matrices in their place
+    out_gain: float  # additionally scales the initial W_O

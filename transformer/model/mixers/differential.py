@@ -39,7 +39,7 @@ class Differential(SelfAttention):
         return super().check(config, side)
 
     def build(self, config, side, gain, out_gain):
-        return functools.partial(DifferentialAttention, config, side, gain, out_gain)
+        return functools.partial(DifferentialAttention, config, self, side, gain, out_gain)
 
     def empty_state(self, config, batch, slots):
         keys = config.kv_heads, config.key_size("decoder")

@@ -42,7 +42,7 @@ class Forgetting(SelfAttention):
     causal = True
 
     def build(self, config, side, gain, out_gain):
-        return functools.partial(ForgettingAttention, config, side, gain, out_gain)
+        return functools.partial(ForgettingAttention, config, self, side, gain, out_gain)
 
     def empty_state(self, config, batch, slots):
         k_BxKxSxH, v_BxKxSxH = super().empty_state(config, batch, slots)

@@ -11,12 +11,11 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from transformer.checks import at_least
-from transformer.model.config import ModelConfig
 from transformer.model.initializers import declare
 from transformer.model.linear import Linear
 from transformer.model.masks import Tokens
 from transformer.model.mixers.attention import merge_heads
-from transformer.model.mixers.base import MIXERS, Context, Mixer
+from transformer.model.mixers.base import MIXERS, Context, Mixer, MixerModule
 
 
 class GatedDeltaState(NamedTuple):
@@ -54,7 +53,7 @@ class GatedDelta(Mixer):
         at_least("model.mixer", self, 1, "conv", "chunk")
 
     def build(self, config, side, gain, out_gain):
-        return functools.partial(GatedDeltaNet, config, self, gain, out_gain)
+        return functools.partial(GatedDeltaNet, config, self, side, gain, out_gain)
 
     def empty_state(self, config, batch, slots):
         width, heads = max(self.conv - 1, 1), config.num_heads
@@ -64,13 +63,8 @@ class GatedDelta(Mixer):
         return GatedDeltaState(s_BxNxHxV, tail_BxWxNxF, jnp.zeros((batch, width), jnp.int32))
 
 
-class GatedDeltaNet(nn.Module):
+class GatedDeltaNet(MixerModule):
     """The module of GatedDelta, which has the equations."""
-
-    config: ModelConfig
-    kind: GatedDelta
-    gain: float  # scales the initial W_v and W_O
-    out_gain: float  # additionally scales the initial W_O
 
     @nn.compact
     def __call__(self, x_BxTxD, context: Context, position, state, deterministic):

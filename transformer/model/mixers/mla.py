@@ -15,7 +15,7 @@ from transformer.model.cache import empty_slots, extend
 from transformer.model.config import ModelConfig
 from transformer.model.linear import Kernel, Linear
 from transformer.model.mixers.attention import inner_attention, merge_heads, self_mask, shard_heads
-from transformer.model.mixers.base import MIXERS, NORM_FIELDS, Context, Mixer
+from transformer.model.mixers.base import MIXERS, NORM_FIELDS, Context, Mixer, MixerModule
 from transformer.model.positions import Position, build
 
 
@@ -71,35 +71,26 @@ class MLA(Mixer):
         return dataclasses.replace(facts, d_head=self.sizes(config)[1])
 
     def build(self, config, side, gain, out_gain):
-        kv_rank, rope = self.sizes(config)
-        sizes = (kv_rank, self.q_rank, rope)
-        return functools.partial(LatentAttention, config, side, gain, out_gain, *sizes)
+        return functools.partial(LatentAttention, config, self, side, gain, out_gain)
 
     def empty_state(self, config, batch, slots):
         sizes = self.sizes(config)[0], config.key_size("decoder")
         return Latent(*(empty_slots(config, batch, slots, size) for size in sizes))
 
 
-class LatentAttention(nn.Module):
+class LatentAttention(MixerModule):
     """The module of MLA, which has the equations."""
-
-    config: ModelConfig
-    side: str
-    gain: float  # scales the initial W_v and W_O
-    out_gain: float  # additionally scales the initial W_O
-    kv_rank: int
-    q_rank: int
-    d_rope: int
 
     @nn.compact
     def __call__(self, x_BxTxD, context: Context, position: Position, state, deterministic):
         cfg, k_tokens = self.config, context.key_tokens
+        kv_rank, d_rope = self.kind.sizes(cfg)
         position = position.bind_layer(self.param, cfg.stack_facts(self.side))
         q_BxTxNxH, q_BxTxNxP, new = self._project(x_BxTxD, position)
         latent = new
         if state is not None:
             latent, k_tokens, state = extend(state, new, context)
-        up = functools.partial(Kernel, cfg, (self.kv_rank,), names=(None, "heads", "head"))
+        up = functools.partial(Kernel, cfg, (kv_rank,), names=(None, "heads", "head"))
         w_k_RxNxH = up((cfg.num_heads, cfg.head_size), name="key_up")()
         w_v_RxNxV = up((cfg.num_heads, cfg.value_size), gain=self.gain, name="value_up")()
         # For one new token, absorb W_k into the query and apply W_v to the output. Then all
@@ -115,7 +106,7 @@ class LatentAttention(nn.Module):
         k_BxSxKxP = jnp.broadcast_to(latent.k_BxSxP[:, :, None], shape)
         q = jnp.concatenate([q_BxTxNxH, q_BxTxNxP], axis=-1)
         k = jnp.concatenate([k_BxSxKxH, k_BxSxKxP], axis=-1)
-        qkv, mask, size = (q, k, v_BxSxKxV), self_mask(cfg, self.side), cfg.head_size + self.d_rope
+        qkv, mask, size = (q, k, v_BxSxKxV), self_mask(cfg, self.side), cfg.head_size + d_rope
         tokens, index = (context.tokens, k_tokens), context.index
         out = inner_attention(self, qkv, mask, tokens, position, size, deterministic, index)
         if absorbed:
@@ -124,16 +115,16 @@ class LatentAttention(nn.Module):
 
     def _project(self, x_BxTxD, position: Position) -> tuple[jax.Array, jax.Array, Latent]:
         """Returns the queries, their rotated parts, and the latent state of these tokens."""
-        cfg, q_input, q_axis = self.config, x_BxTxD, "embed"
-        if self.q_rank:
-            down = Linear(cfg, (self.q_rank,), ("embed", None), False, name="query_down")
+        cfg, q_input, q_axis, q_rank = self.config, x_BxTxD, "embed", self.kind.q_rank
+        kv_rank, d_rope = self.kind.sizes(cfg)
+        if q_rank:
+            down = Linear(cfg, (q_rank,), ("embed", None), False, name="query_down")
             q_input, q_axis = cfg.norm_module(name="query_norm")(down(x_BxTxD)), None
-        shape = (cfg.num_heads, cfg.head_size + self.d_rope)
+        shape = (cfg.num_heads, cfg.head_size + d_rope)
         q = Linear(cfg, shape, (q_axis, "heads", "head"), False, name="query")(q_input)
         q_BxTxNxH, q_BxTxNxP = jnp.split(shard_heads(q), [cfg.head_size], axis=-1)
-        shape = (self.kv_rank + self.d_rope,)
-        latent_and_key = Linear(cfg, shape, ("embed", None), False, name="key_value_down")(x_BxTxD)
-        c_BxTxR, k_BxTxP = jnp.split(latent_and_key, [self.kv_rank], axis=-1)
+        down = Linear(cfg, (kv_rank + d_rope,), ("embed", None), False, name="key_value_down")
+        c_BxTxR, k_BxTxP = jnp.split(down(x_BxTxD), [kv_rank], axis=-1)
         c_BxTxR = cfg.norm_module(name="key_value_norm")(c_BxTxR)
         q_BxTxNxP, k_BxTx1xP = position.rotate(q_BxTxNxP, k_BxTxP[:, :, None])
         return q_BxTxNxH, q_BxTxNxP, Latent(c_BxTxR, k_BxTx1xP[:, :, 0])

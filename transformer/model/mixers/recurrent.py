@@ -15,7 +15,7 @@ from transformer.model.cache import Shared
 from transformer.model.config import ModelConfig
 from transformer.model.linear import Kernel, Linear
 from transformer.model.masks import SAME_SEGMENT, Tokens
-from transformer.model.mixers.base import MIXERS, SOURCE_MIXERS, Context, Mixer
+from transformer.model.mixers.base import MIXERS, SOURCE_MIXERS, Context, Mixer, MixerModule
 
 
 class RecurrentState(NamedTuple):
@@ -71,10 +71,9 @@ class Recurrent(Mixer):
         return None
 
     def build(self, config, side, gain, out_gain):
-        if side == "decoder" and self.source in ("attention", "last"):
-            return functools.partial(Attentive, config, self, gain, out_gain, self.source == "last")
-        directions = ("forward", "backward") if side == "encoder" else ("forward",)
-        return functools.partial(Directions, config, self, gain * out_gain, directions)
+        is_attentive = side == "decoder" and self.source in ("attention", "last")
+        module = Attentive if is_attentive else Directions
+        return functools.partial(module, config, self, side, gain, out_gain)
 
     def empty_state(self, config, batch, slots):
         return self.empty(batch, config.d_model)
@@ -176,25 +175,23 @@ class Recurrence(nn.Module):
         return h_BxTxG, context_BxTxD if read is None else read_BxTxD, state
 
 
-class Directions(nn.Module):
-    """A recurrence from the first token on or, joined, from both ends (Schuster & Paliwal 1997)."""
-
-    config: ModelConfig
-    kind: Recurrent
-    gain: float
-    directions: tuple[str, ...]  # forward | backward
+class Directions(MixerModule):
+    """A recurrence from the first token on; in an encoder, joined with one from the last token on
+    (Schuster & Paliwal 1997)."""
 
     @nn.compact
     def __call__(self, x_BxTxD, context: Context, position, state, deterministic):
-        cfg, outputs, units = self.config, [], self.config.d_model // len(self.directions)
-        for name in self.directions:
-            one_way = Recurrence(cfg, self.kind, units, self.gain, name == "backward", name=name)
+        names = ("forward", "backward") if self.side == "encoder" else ("forward",)
+        cfg, outputs, units = self.config, [], self.config.d_model // len(names)
+        gain = self.gain * self.out_gain
+        for name in names:
+            one_way = Recurrence(cfg, self.kind, units, gain, name == "backward", name=name)
             h_BxTxG, _, new_state = one_way(x_BxTxD, context.tokens, state)
             outputs.append(h_BxTxG)
         return jnp.concatenate(outputs, axis=-1), new_state
 
 
-class Attentive(nn.Module):
+class Attentive(MixerModule):
     """A recurrence that attends to the source before each step.
 
     With h the previous state and y_j the encoder's outputs,
@@ -204,23 +201,19 @@ class Attentive(nn.Module):
 
     This follows Bahdanau et al. (2015, sec. 3.1 and appendix A.2). They use a GRU that starts from
     the encoder's first backward state, and a maxout output. Here, h starts from zero, and the
-    output is a tanh. With `last`, the context is y at the source's last token instead."""
-
-    config: ModelConfig
-    kind: Recurrent
-    gain: float  # scales the initial W (see Recurrence) and W_o
-    out_gain: float  # additionally scales the initial W_o
-    last: bool  # no attention: read the source's last token
+    output is a tanh. With the source "last", the context is y at the source's last token instead.
+    `gain` scales the initial W (see Recurrence) and W_o, `out_gain` additionally W_o."""
 
     @nn.compact
     def __call__(self, x_BxTxD, context: Context, position, state, deterministic):
-        cfg, source = self.config, state and state.source
-        if context.source_BxSxD is not None:
-            source = self._source_state(context.source_BxSxD)
+        cfg, source, is_last = self.config, state and state.source, self.kind.source == "last"
+        if (y_ExSxD := context.source_BxSxD) is not None:  # every step reads y and y W_k
+            keys = Linear(cfg, (cfg.d_model,), ("embed", None), False, name="keys")
+            source = Shared((y_ExSxD,) if is_last else (y_ExSxD, keys(y_ExSxD)))
         y_ExSxD = source.value[0]
         forward = Recurrence(cfg, self.kind, cfg.d_model, self.gain, name="forward")
         mask_ExKTxS = self._source_mask(context, *x_BxTxD.shape[:2], len(y_ExSxD))
-        if self.last:
+        if is_last:
             read = jnp.einsum("EQS,ESD->EQD", mask_ExKTxS.astype(cfg.dtype), y_ExSxD)
             reading = {"context_BxTxD": read.reshape(x_BxTxD.shape)}
         else:
@@ -232,20 +225,12 @@ class Attentive(nn.Module):
         out = Linear(cfg, (cfg.d_model,), ("embed", None), cfg.use_bias, gain, name="out")
         return jnp.tanh(out(features)), new_state._replace(source=source)
 
-    def _source_state(self, y_ExSxD: jax.Array) -> Shared:
-        """Returns what every step reads: the encoder's output and, for attention, y W_k."""
-        cfg = self.config
-        if self.last:
-            return Shared((y_ExSxD,))
-        keys = Linear(cfg, (cfg.d_model,), ("embed", None), False, name="keys")
-        return Shared((y_ExSxD, keys(y_ExSxD)))
-
     def _source_mask(self, context: Context, batch: int, length: int, sources: int) -> jax.Array:
         """Returns bool[E, K T, S]: the source tokens that each token may read."""
         by_source = lambda x: jnp.broadcast_to(x, (batch, length)).reshape(sources, -1)
         tokens = jax.tree.map(by_source, context.tokens.replace(until_BxT=None))
         mask_ExKTxS = SAME_SEGMENT(tokens, context.source_tokens)
-        if self.last:
+        if self.kind.source == "last":
             ends_ExS = jnp.diff(context.source_tokens.segments_BxT, axis=1, append=0) != 0
             mask_ExKTxS &= ends_ExS[:, None]
         return mask_ExKTxS
