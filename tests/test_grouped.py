@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from transformer.model.grouped import grouped_product, megablox_product
+from transformer.model.feed_forwards.experts import grouped_product, megablox_product
 
 HOW = {
     "ragged_dot": grouped_product,

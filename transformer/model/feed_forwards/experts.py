@@ -13,7 +13,7 @@ number of choices in the whole batch.
 Tokens are dispatched to experts in one of two ways:
 
 dropless (`capacity_factor` 0): Pairs of a token and one of its experts are sorted by expert and
-    multiplied group by group (model/grouped.py). No pair is dropped. Where experts are spread over
+    multiplied group by group (`grouped_product`). No pair is dropped. Where experts are spread over
     devices, each device gathers the tokens of all of them and computes its own experts. Buffers
     have room for all pairs, because the number of tokens per expert is not known in advance.
 capacity (`capacity_factor` > 0): In a sequence of T tokens, each expert has
@@ -24,7 +24,7 @@ capacity (`capacity_factor` > 0): In a sequence of T tokens, each expert has
 
 Shape suffixes: B batch, T length, D d_model, F d_ff (of one expert), E experts, K experts per
 token, C capacity slots per expert and sequence, n pairs of a token and one of its experts, I inputs
-and O outputs of a matrix."""
+and O outputs of a matrix, G groups of rows."""
 
 import functools
 import math
@@ -42,11 +42,10 @@ from transformer.model.config import ModelConfig
 from transformer.model.dropout import drop
 from transformer.model.feed_forwards.base import FEED_FORWARDS, FeedForward
 from transformer.model.feed_forwards.dense import MLP
-from transformer.model.grouped import grouped_product
 from transformer.model.initializers import declare, matrix_init
 from transformer.model.linear import Linear
 from transformer.model.masks import Tokens
-from transformer.model.sharding import constrain, fitting, gathered
+from transformer.model.sharding import constrain, fitting, gathered, platform
 
 BIAS = "router_bias"
 """The name of the parameter that balances loads. The optimizer updates it by the sign of loads."""
@@ -54,6 +53,8 @@ BIAS = "router_bias"
 _AXES = {"in": ("embed", "ff"), "gate": ("embed", "ff"), "out": ("ff", "embed")}
 """The logical names of the input and the output axis of each matrix."""
 
+TILE = (512, 1024, 1024)  # the largest tile of a kernel: rows, contracted elements, columns
+SUBLANES = 16  # the number of rows of a kernel's tile is a multiple of this
 MAX_EXPERTS = 4096  # the largest `num_experts`. Each makes tracing and compiling slower
 
 
@@ -129,7 +130,7 @@ class Experts(nn.Module):
         weights_BxTxK = jnp.where(real_BxT[..., None], weights_BxTxK, 0.0)
         gains = {"in": self.gain} | ({"gate": self.gain} if cfg.glu else {})
         gains["out"] = self.gain * self.out_gain
-        matrices = {name: Matrices(cfg, name == "out", gains[name], name=name)() for name in gains}
+        matrices = {name: Matrices(cfg, gains[name], name=name)() for name in gains}
         rate = 0.0 if deterministic else cfg.activation_dropout
         key = self.make_rng("dropout") if rate else None
 
@@ -153,17 +154,16 @@ class Experts(nn.Module):
 
 
 class Matrices(nn.Module):
-    """W_in or W_gate of all experts, or W_out if `outwards`. The initializer is applied to each
-    expert's matrix. The result is sharded as the parameter is; the dispatch functions gather it."""
+    """W_in, W_gate or W_out of all experts, as the name says. The initializer is applied to each
+    expert's matrix. The result is sharded as the parameter is; dispatch functions gather it."""
 
     config: ModelConfig
-    outwards: bool
     gain: float
 
     @nn.compact
     def __call__(self) -> Matrix:
         cfg, count = self.config, self.config.feed_forward_kind.num_experts
-        names = _AXES["out" if self.outwards else "in"]
+        names = _AXES[self.name]
         sizes = tuple({"embed": cfg.d_model, "ff": cfg.ff_size}[name] for name in names)
         init_expert = matrix_init(cfg.initializer, cfg.init_std, self.gain)
 
@@ -310,3 +310,30 @@ def _sorted(apply, axes, expert, embed, ff, gather_tokens, tokens, matrices, key
     if gather_tokens:
         return jax.lax.psum_scatter(y_BxTxD, expert, scatter_dimension=0, tiled=True)
     return jax.lax.psum(y_BxTxD, expert) if expert else y_BxTxD
+
+
+def grouped_product(x_nxI: jax.Array, w_GxIxO: jax.Array, sizes_G: jax.Array) -> jax.Array:
+    """Computes y_n = x_n W_g, where g is the group of row n. The first sizes_0 rows belong to group
+    0, the next sizes_1 to group 1, and so on. Output rows after the last group are zero.
+
+    `jax.lax.ragged_dot` computes this. On TPUs its gradient by the matrices multiplies all rows by
+    every group and masks most of the result to zero (as libtpu 0.0.42.1 compiles it). So TPUs use
+    JAX's "MegaBlocks" kernels (Gale et al. 2023), which process only the rows of each group."""
+    if platform() == "tpu":
+        return megablox_product(x_nxI, w_GxIxO, sizes_G)
+    return jax.lax.ragged_dot(x_nxI, w_GxIxO, sizes_G)
+
+
+def megablox_product(x_nxI, w_GxIxO, sizes_G, interpret: bool = False) -> jax.Array:
+    """Computes `grouped_product` with TPU kernels. `interpret=True` emulates them for tests."""
+    from jax.experimental.pallas.ops.tpu.megablox import gmm
+
+    n = len(x_nxI)
+    rows = min(TILE[0], -(-n // SUBLANES) * SUBLANES)
+    padding = -n % rows
+    # The remaining rows form a group without a matrix, for which the kernel returns zeros.
+    sizes_G = jnp.concatenate([sizes_G, (n + padding - jnp.sum(sizes_G))[None]]).astype(jnp.int32)
+    # The tile of every product, including those of the gradients.
+    tile = lambda n, inner, outer: (rows, min(TILE[1], inner), min(TILE[2], outer))
+    x_nxI = jnp.pad(x_nxI, ((0, padding), (0, 0)))
+    return gmm(x_nxI, w_GxIxO, sizes_G, x_nxI.dtype, tile, interpret=interpret)[:n]
