@@ -64,9 +64,8 @@ class Sinusoidal(Position):
         one_of("model.position.layout", self.layout, ("interleaved", "halves"))
         positive("model.position", self, "base")
         at_least("model.position", self, 0, "offset")
-        if facts.d_model % 2:
-            return "model.position: 'sinusoidal' needs an even model.d_model; change one of them"
-        return None
+        needs = "'sinusoidal' needs an even model.d_model; change one of them"
+        return f"model.position: {needs}" if facts.d_model % 2 else None
 
     def embed(self, x_BxTxD, positions_BxT):
         values = sinusoids(positions_BxT + self.offset, x_BxTxD.shape[-1], self.base, self.layout)

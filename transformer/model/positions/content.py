@@ -112,10 +112,8 @@ class TransformerXL(Position):
     v_NxH: jax.Array | None = None
 
     def check(self, facts):
-        if facts.d_model % 2:
-            problem = "'transformer_xl' needs an even model.d_model; change one of them"
-            return f"model.position: {problem}"
-        return None
+        needs = "'transformer_xl' needs an even model.d_model; change one of them"
+        return f"model.position: {needs}" if facts.d_model % 2 else None
 
     def bind_layer(self, param, facts):
         heads, names = (facts.num_heads, facts.d_head), ("heads", "head")

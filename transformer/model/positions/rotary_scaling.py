@@ -94,17 +94,15 @@ class NTKScaling(Scaling):
 
 
 @SCALINGS.register("dynamic")
-class DynamicScaling(Scaling):
+class DynamicScaling(NTKScaling):
     """NTK with a factor that grows with the sequence length.
 
     The factor is factor * length / original_length - (factor - 1), and 1 up to `original_length`.
     With a cache, keys keep the rotation that they had when their sequence was shorter, as in
     Transformers. Beyond `original_length`, decoding token by token thus differs from one pass."""
 
-    min_dimensions: ClassVar[int] = 4  # the exponent is d / (d - 2)
     acts_at_one: ClassVar[bool] = True  # because angles depend on the length
 
-    factor: float = 1.0
     original_length: int = 0
 
     def frequencies(self, theta, d, length_B):

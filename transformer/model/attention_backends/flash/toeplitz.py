@@ -79,9 +79,8 @@ def _for_each_chunk(process, table_ref) -> None:
 
 def table(vectors_Nx8xD: jax.Array | None):
     """Returns the scratch memory of a head's table, or None."""
-    if vectors_Nx8xD is None:
-        return None
-    return pltpu.VMEM((vectors_Nx8xD.shape[-1] - LANES, LANES), jnp.float32)
+    memory = lambda x: pltpu.VMEM((x.shape[-1] - LANES, LANES), jnp.float32)
+    return jax.tree.map(memory, vectors_Nx8xD)
 
 
 def first_row(row, lane, lanes: int):
