@@ -3,8 +3,6 @@ and M2M-100 (Fan et al. 2021), whose type NLLB (NLLB team 2022) shares. The firs
 encoder-decoders, the others are pre-norm with final norms."""
 
 import functools
-from collections.abc import Mapping
-from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -38,94 +36,70 @@ def _sinusoids(shape: Shape) -> np.ndarray | None:
     return np.concatenate([np.sin(angles), np.cos(angles)], axis=1)[:, :d]
 
 
-class _Kind(NamedTuple):
-    """What differs between the model types. The defaults are those of BART."""
-
-    architecture: str
-    fields: Mapping[str, Any] = {}  # fields with another default
-    special_tokens: Mapping[str, int] = _TOKENS | {"decoder_start_token_id": 2}
-    learned: bool = True  # learned positions, and a norm after them
-    pre: bool = False  # pre-norm
-    logit_bias: bool = True
-    family: Mapping[str, Any] = {}  # other fields of Family
-
-
+_SHARED = "share_encoder_decoder_embeddings"
 _POSITIONS = r"model\.(encoder|decoder)\.embed_positions\.weight"
-_KINDS = {
-    "bart": _Kind("BartForConditionalGeneration", family={"source_begins": True}),
-    "marian": _Kind(
-        "MarianMTModel", {"vocab_size": 58101, "decoder_vocab_size": optional(int)},
-        {"pad_token_id": 58_100, "eos_token_id": 0, "decoder_start_token_id": 58_100},
-        learned=False, family={"constants": {_POSITIONS: _sinusoids}},
-    ),
-    "mbart": _Kind("MBartForConditionalGeneration", special_tokens=_TOKENS, pre=True),
-    "m2m_100": _Kind(
-        "M2M100ForConditionalGeneration",
-        {"vocab_size": 128112, "activation_function": "relu", "scale_embedding": True,
-         "attention_dropout": 0.1, "pad_token_id": count(1)},
-        learned=False, pre=True, logit_bias=False, family={"unused": (_POSITIONS + "s",)},
-    ),
-}  # fmt: skip
 
 
-def _position(kind: str, f: Fields) -> dict:
+def _position(f: Fields) -> dict:
     """Returns our position scheme. fairseq's sinusoids have exponents i / (d / 2 - 1), up to 1."""
-    if kind != "m2m_100":
-        learned = {"name": "learned", "offset": 2}
-        return learned if _KINDS[kind].learned else {"name": "sinusoidal", "layout": "halves"}
+    if f.family in ("bart", "mbart"):
+        return {"name": "learned", "offset": 2}
+    sinusoids = {"name": "sinusoidal", "layout": "halves"}
+    if f.family == "marian":
+        return sinusoids
     half = f.get("d_model") // 2
     if half < 2:
         raise f.error("d_model", "is too small; its sinusoids need at least 4")
     base, offset = 10_000.0 ** (half / (half - 1)), f.get("pad_token_id") + 1
-    return {"name": "sinusoidal", "layout": "halves", "base": base, "offset": offset}
+    return sinusoids | {"base": base, "offset": offset}
 
 
-def _read(kind: str, f: Fields, tensors: frozenset[str]) -> dict:
+def _read(f: Fields, tensors: frozenset[str]) -> dict:
+    learned, pre = f.family in ("bart", "mbart"), f.family in ("mbart", "m2m_100")
     for name in ("ffn_dim", "attention_heads"):
         why = "encoder and decoder share this setting"
         f.same(f"decoder_{name}", f.get(f"encoder_{name}"), why)
     f.must("is_decoder", False, "only encoder-decoders can be loaded")
-    pre, learned = _KINDS[kind].pre, _KINDS[kind].learned
     f.must("add_final_layer_norm", pre)
     f.must("normalize_before", pre)
     f.must("normalize_embedding", learned)
     f.must("add_bias_logits", False, "it adds a second bias to the logits")
-    if kind == "marian":
+    if f.family == "marian":
         why = "source and target must share a vocabulary"
         if f.get("decoder_vocab_size") is not None:
             f.same("decoder_vocab_size", f.get("vocab_size"), why)
-        f.must("share_encoder_decoder_embeddings", True, why)
+        f.must(_SHARED, True, why)
     return {
-        "position": _position(kind, f), "norm_placement": "pre" if pre else "post",
-        "norm_epsilon": 1e-5, "embedding_norm": learned, "logit_bias": _KINDS[kind].logit_bias,
+        "position": _position(f), "norm_placement": "pre" if pre else "post",
+        "norm_epsilon": 1e-5, "embedding_norm": learned, "logit_bias": f.family != "m2m_100",
     }  # fmt: skip
 
 
-def _write(kind: str, c: ModelConfig) -> dict:
-    shared = {"decoder_vocab_size": c.vocab_size, "share_encoder_decoder_embeddings": True}
-    return shared if kind == "marian" else {}
+def layer(theirs: str, ours: str, c: ModelConfig, attentions=("self_attention",)):
+    """Yields a layer of the models that were first published in fairseq."""
+    place = "in_norm" if c.placement("decoder").in_norm else "out_norm"
+    affine = {"gain": c.norm_gain, "offset": c.norm_offset}
+    for part in attentions:
+        name = {"self_attention": "self_attn", "cross_attention": "encoder_attn"}[part]
+        yield from attention(f"{theirs}.{name}", f"{ours}/{part}", c.use_bias)
+        yield from norm(f"{theirs}.{name}_layer_norm", f"{ours}/{part}_residual/{place}", **affine)
+    feed_forward = f"{ours}/feed_forward"
+    yield from linear(f"{theirs}.fc1", f"{feed_forward}/in", c.use_bias)
+    yield from linear(f"{theirs}.fc2", f"{feed_forward}/out", c.use_bias)
+    yield from norm(f"{theirs}.final_layer_norm", f"{feed_forward}_residual/{place}", **affine)
 
 
-def _weights(kind: str, c: ModelConfig):
+def _weights(c: ModelConfig):
     if c.logit_bias:
         yield row("final_logits_bias", "unembedding/bias")
-    place = "in_norm" if _KINDS[kind].pre else "out_norm"
-    for side, depth in (("encoder", c.num_encoder_layers), ("decoder", c.num_decoder_layers)):
-        if _KINDS[kind].learned:
+    for side in c.sides:
+        if c.embedding_norm:
             yield same(f"model.{side}.embed_positions.weight", f"{side}/position_embedding")
             yield from norm(f"model.{side}.layernorm_embedding", f"{side}/embedding_norm")
-        for i in range(depth):
-            theirs, ours = f"model.{side}.layers.{i}", f"{side}/layers_{i}"
-            attentions = {"self_attn": "self_attention"}
-            if side == "decoder":
-                attentions["encoder_attn"] = "cross_attention"
-            for name, part in attentions.items():
-                yield from attention(f"{theirs}.{name}", f"{ours}/{part}", bias=True)
-                yield from norm(f"{theirs}.{name}_layer_norm", f"{ours}/{part}_residual/{place}")
-            yield from linear(f"{theirs}.fc1", f"{ours}/feed_forward/in", bias=True)
-            yield from linear(f"{theirs}.fc2", f"{ours}/feed_forward/out", bias=True)
-            yield from norm(f"{theirs}.final_layer_norm", f"{ours}/feed_forward_residual/{place}")
-        if _KINDS[kind].pre:
+        attentions = ("self_attention", "cross_attention")[: 1 + (side == "decoder")]
+        for i in range(c.num_layers(side)):
+            yield from layer(f"model.{side}.layers.{i}", f"{side}/layers_{i}", c, attentions)
+        if c.placement(side).final_norm:
             yield from norm(f"model.{side}.layer_norm", f"{side}/final_norm")
 
 
@@ -135,12 +109,27 @@ def _copies(c: ModelConfig) -> tuple[Copy, ...]:
     return tuple(Copy(name, "model.shared.weight", not c.tie_embeddings) for name in names)
 
 
+_family = functools.partial(
+    Family, ours="encoder_decoder", read=_read, write=lambda c: {}, weights=_weights,
+    fields=_FIELDS, table="model.shared", head="lm_head", copies=_copies,
+    special_tokens=_TOKENS | {"decoder_start_token_id": 2},
+)  # fmt: skip
+
 FAMILIES = [
-    Family(
-        name, kind.architecture, "encoder_decoder",
-        *(functools.partial(f, name) for f in (_read, _write, _weights)),
-        changed(_FIELDS, kind.fields), table="model.shared", head="lm_head",
-        special_tokens=kind.special_tokens, copies=_copies, **kind.family,
-    )
-    for name, kind in _KINDS.items()
+    _family("bart", "BartForConditionalGeneration", source_begins=True),
+    _family(
+        "marian", "MarianMTModel",
+        fields=changed(_FIELDS, {"vocab_size": 58101, "decoder_vocab_size": optional(int)}),
+        write=lambda c: {"decoder_vocab_size": c.vocab_size, _SHARED: True},
+        constants={_POSITIONS: _sinusoids}, special_tokens={
+            "pad_token_id": 58_100, "eos_token_id": 0, "decoder_start_token_id": 58_100,
+        },
+    ),
+    _family("mbart", "MBartForConditionalGeneration", special_tokens=_TOKENS),
+    _family(
+        "m2m_100", "M2M100ForConditionalGeneration", fields=changed(_FIELDS, {
+            "vocab_size": 128112, "activation_function": "relu", "scale_embedding": True,
+            "attention_dropout": 0.1, "pad_token_id": count(1),
+        }), unused=(_POSITIONS + "s",),
+    ),
 ]  # fmt: skip

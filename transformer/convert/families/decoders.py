@@ -2,10 +2,11 @@
 (Black et al. 2022) with Pythia. Decoders with LayerNorm. All are pre-norm, but for OPT-350m, whose
 embedding is also narrower."""
 
+from transformer.convert.families import bart
 from transformer.convert.family import Family
 from transformer.convert.fields import Fields, field, optional, positive
 from transformer.convert.rope import ROPE, rotary, write_rotary
-from transformer.convert.weights import attention, fused, fused_by_head, linear, norm, same
+from transformer.convert.weights import fused, fused_by_head, linear, norm, same
 from transformer.model.config import ModelConfig
 
 _GPT2 = {
@@ -94,23 +95,16 @@ def _write_opt(c: ModelConfig) -> dict:
 
 
 def _opt_weights(c: ModelConfig):
-    placement, root = c.placement("decoder"), "model.decoder"
-    affine = {"gain": c.norm_gain, "offset": c.norm_offset}
-    where = "in_norm" if placement.in_norm else "out_norm"
+    root = "model.decoder"
     yield same(f"{root}.embed_positions.weight", "decoder/position_embedding")
     if c.d_embedding:
         yield from linear(f"{root}.project_in", "embedding/project", bias=False)
         yield from linear(f"{root}.project_out", "unembedding/project", bias=False)
     for i in range(c.num_decoder_layers):
-        theirs, ours = f"{root}.layers.{i}", f"decoder/layers_{i}"
-        attn, feed_forward = f"{ours}/self_attention", f"{ours}/feed_forward"
-        yield from attention(f"{theirs}.self_attn", attn, c.use_bias)
-        yield from norm(f"{theirs}.self_attn_layer_norm", f"{attn}_residual/{where}", **affine)
-        yield from linear(f"{theirs}.fc1", f"{feed_forward}/in", c.use_bias)
-        yield from linear(f"{theirs}.fc2", f"{feed_forward}/out", c.use_bias)
-        yield from norm(f"{theirs}.final_layer_norm", f"{feed_forward}_residual/{where}", **affine)
-    if placement.final_norm:
-        yield from norm(f"{root}.final_layer_norm", "decoder/final_norm", **affine)
+        yield from bart.layer(f"{root}.layers.{i}", f"decoder/layers_{i}", c)
+    if c.placement("decoder").final_norm:
+        ours = "decoder/final_norm"
+        yield from norm(f"{root}.final_layer_norm", ours, gain=c.norm_gain, offset=c.norm_offset)
 
 
 def _read_bloom(f: Fields, tensors: frozenset[str]) -> dict:
