@@ -38,7 +38,6 @@ class _Kind(NamedTuple):
     named: Mapping[str, str] = {}  # fields with another name
     fixed: Mapping[str, Any] = {}  # fields of ModelConfig that this type lacks, with their values
     tensors: Mapping[str, str] = {}
-    prefix: str = "bert."
     head: str = "cls.predictions."
     sequence: tuple[str, ...] = ("bert.pooler.dense", "classifier")  # to classify sequences
     next_sentence: bool = False  # the head for pre-training also predicts the next sentence
@@ -60,7 +59,7 @@ _ROBERTA = _Kind(
         "bert.": "roberta.", "cls.predictions.transform.LayerNorm": "lm_head.layer_norm",
         "cls.predictions.transform.": "lm_head.", "cls.predictions.": "lm_head.",
     },
-    prefix="roberta.", head="lm_head.", sequence=("classifier.dense", "classifier.out_proj"),
+    head="lm_head.", sequence=("classifier.dense", "classifier.out_proj"),
     after_pad=True, special_tokens={"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2},
 )  # fmt: skip
 _XLM = {"pad_token_id": count(1)}
@@ -88,7 +87,7 @@ _KINDS = {
             "cls.predictions.decoder": "vocab_projector",
             "cls.predictions.bias": "vocab_projector.bias",
         },
-        prefix="distilbert.", head="vocab_", sequence=(),
+        head="vocab_", sequence=(),
     ),
 }  # fmt: skip
 
@@ -196,7 +195,7 @@ FAMILIES = [
     Family(
         model_type, f"{kind.title}{'ForPreTraining' if kind.next_sentence else 'ForMaskedLM'}",
         "encoder", *(functools.partial(f, kind) for f in (_read, _write, _weights)), kind.fields(),
-        table=kind.tensor(_TABLE), special_tokens=kind.special_tokens, prefix=kind.prefix,
+        table=kind.tensor(_TABLE), special_tokens=kind.special_tokens, prefix=kind.tensor("bert."),
         heads=("cls.", kind.head, "classifier."), copies=functools.partial(_copies, kind),
         # The first is 0, 1, 2, ...
         unused=(r".*embeddings\.position_ids", *[r"roberta\.pooler\.dense\..*"] * kind.after_pad),
