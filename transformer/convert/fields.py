@@ -176,6 +176,15 @@ class Fields:
             raise self.error(name, f"has {shown(wrong[0])}; its entries are numbers over 0")
         return tuple(map(float, values))
 
+    def layer_kinds(self, layers: int) -> list[str] | None:
+        """Returns `layer_types`, which has one entry per layer, or None if missing or null."""
+        kinds = self.get("layer_types")
+        if unknown := [k for k in kinds or () if k not in ("sliding_attention", "full_attention")]:
+            raise self.error("layer_types", f"has {shown(unknown[0])}, which is not supported")
+        if kinds is not None and len(kinds) != layers:
+            raise self.error("layer_types", f"has {len(kinds)} entries for {layers} layers")
+        return kinds
+
     def has(self, name: str) -> bool:
         """Returns whether the field is present and not null."""
         return self._values.get(name) is not None

@@ -129,17 +129,18 @@ def _attention_factor(kind: str, f: Fields, length: int, original: int) -> dict:
     return {"attention_factor": above / below}
 
 
-def rotary_by_type(f: Fields, thetas: Mapping[str, float], scaling: Mapping | None = None) -> dict:
+def rotary_by_type(f: Fields, thetas: Mapping[str, float]) -> dict:
     """Returns layer type -> our position, where types have their own settings. `thetas` are the
-    default bases by type. `scaling`: legacy settings of "full_attention", which take precedence."""
+    default bases by type. `rope_scaling`, where a family has it, holds legacy settings of
+    "full_attention", which take precedence."""
     name = "rope_parameters"
     entries = dict(f.get(name) or {})
     if unknown := sorted(entries.keys() - thetas):
         raise f.error(name, f"has {printable(unknown[0])!r}, which is not a layer type")
     if wrong := [x for x, entry in entries.items() if not isinstance(entry, dict | None)]:
         raise f.error(name, f"must have an object for {wrong[0]!r}")
-    if scaling:
-        entries["full_attention"] = (entries.get("full_attention") or {}) | dict(scaling)
+    if "rope_scaling" in f.table and (legacy := f.get("rope_scaling")):
+        entries["full_attention"] = (entries.get("full_attention") or {}) | legacy
     if any((entry or {}).get("truncate") is False for entry in entries.values()):
         raise f.error(name, "is not supported: Transformers ignores truncate in this family")
     length, positions = f.get("max_position_embeddings"), {}

@@ -6,7 +6,6 @@ import functools
 
 from transformer.convert.families import llama
 from transformer.convert.fields import ACTIVATIONS, ACTIVATIONS_BACK, Fields, optional, positive
-from transformer.convert.layers import per_layer
 from transformer.convert.rope import rotary, write_rotary
 from transformer.model.config import ModelConfig
 
@@ -57,7 +56,7 @@ def _read_gemma(f: Fields) -> dict:
 
 def _read_gemma2(f: Fields) -> dict:
     local = [i % 2 == 0 for i in range(f.get("num_hidden_layers"))]
-    return rotary(f) | _peri(f) | per_layer(window=llama.windows(f, local))
+    return rotary(f) | _peri(f) | llama.per_layer(window=llama.windows(f, local))
 
 
 def _peri(f: Fields) -> dict:
@@ -77,9 +76,8 @@ def _read_gemma3(f: Fields) -> dict:
     f.ignore("_sliding_window_pattern")  # Transformers does not read it
     layers, every = f.get("num_hidden_layers"), f.get("sliding_window_pattern")
     theta, local_theta = f.get("rope_theta"), f.get("rope_local_base_freq")
-    thetas = {"full_attention": theta, "sliding_attention": local_theta}
     local = [bool((i + 1) % every) for i in range(layers)]
-    return _peri(f) | {"qk_norm": True} | llama.local_and_global(f, thetas, local)
+    return _peri(f) | {"qk_norm": True} | llama.local_and_global(f, theta, local_theta, local)
 
 
 FAMILIES = [

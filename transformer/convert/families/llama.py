@@ -10,7 +10,6 @@ from typing import Any
 
 from transformer.convert.family import Family
 from transformer.convert.fields import Field, Fields, changed, count, field, optional, positive
-from transformer.convert.layers import layer_kinds, per_layer
 from transformer.convert.rope import ROPE, options, rotary, rotary_by_type, write_rope, write_rotary
 from transformer.convert.weights import QKV, Weight, fused, linear, norm
 from transformer.model.config import ModelConfig
@@ -106,17 +105,30 @@ def _weights(norms: Mapping[str, str], projections: Parts, feed_forward: Weights
     yield from norm("model.norm", "decoder/final_norm", offset=False)
 
 
+def per_layer(**fields: list) -> dict:
+    """Returns the fields of a ModelConfig for lists of one value per layer. Those that differ
+    between layers form `layer_pattern`: the shortest that, repeated, gives them."""
+    fixed = {name: xs[0] for name, xs in fields.items() if xs.count(xs[0]) == len(xs)}
+    varied = {name: xs for name, xs in fields.items() if name not in fixed}
+    if not varied:
+        return fixed
+    columns = zip(*varied.values(), strict=True)
+    layers = [dict(zip(varied, values, strict=True)) for values in columns]
+    period = next(p for p in range(1, len(layers) + 1) if layers[:-p] == layers[p:])
+    return fixed | {"layer_pattern": tuple(layers[:period])}
+
+
 def used_window(f: Fields) -> int:
     """Returns `sliding_window`, or 0 (none) if it is null or `use_sliding_window` is false."""
     size, switch = f.get("sliding_window"), "use_sliding_window"
     return (size or 0) if switch not in f.table or f.get(switch) else 0
 
 
-def windows(f: Fields, is_local: list[bool]) -> list[int]:
-    """Returns the window of each layer: `used_window`, or 0 (none) where `is_local` is False.
-    `layer_types`, if present, takes the place of `is_local`."""
-    size = used_window(f)
-    if kinds := layer_kinds(f, len(is_local)):
+def windows(f: Fields, is_local: list[bool], size: int | None = None) -> list[int]:
+    """Returns the window of each layer: `size` (`used_window`), or 0 (none) where `is_local` is
+    False. `layer_types`, if present, takes the place of `is_local`."""
+    size = used_window(f) if size is None else size
+    if kinds := f.layer_kinds(len(is_local)):
         is_local = [kind == "sliding_attention" for kind in kinds]
     return [size if local else 0 for local in is_local]
 
@@ -131,10 +143,13 @@ def write_windows(c: ModelConfig, has_switch: bool = False) -> dict:
     return fields | {"sliding_window": size or 4096}
 
 
-def local_and_global(f: Fields, thetas: Mapping[str, float], is_local: list[bool]) -> dict:
-    """Reads layers with and without a window, whose default rotary bases are `thetas`."""
-    positions = rotary_by_type(f, thetas, f.get("rope_scaling"))
-    window = windows(f, is_local)
+def local_and_global(
+    f: Fields, theta: float, local_theta: float, is_local: list[bool], size: int | None = None
+) -> dict:
+    """Reads layers without and with a window of `size` (`used_window`), whose default rotary bases
+    are `theta` and `local_theta`."""
+    positions = rotary_by_type(f, {"full_attention": theta, "sliding_attention": local_theta})
+    window = windows(f, is_local, size)
     kinds = ["sliding_attention" if x else "full_attention" for x in window]
     return per_layer(window=window, position=[positions[kind] for kind in kinds])
 
@@ -190,9 +205,8 @@ def _write_phi3(c: ModelConfig) -> dict:
 
 def _read_olmo3(f: Fields) -> dict:
     # Transformers applies a `rope_theta` outside of rope_parameters to global layers alone.
-    thetas = {"full_attention": f.get("rope_theta"), "sliding_attention": _THETA}
     local = [(i + 1) % 4 != 0 for i in range(f.get("num_hidden_layers"))]
-    return _OLMO | local_and_global(f, thetas, local)
+    return _OLMO | local_and_global(f, f.get("rope_theta"), _THETA, local)
 
 
 _QWEN = LAYER_TYPES | {

@@ -1,10 +1,10 @@
 """ModernBERT (Warner et al. 2024): a pre-norm encoder with rotary positions and gated
 feed-forwards. By default, every third layer attends globally, the others within a local window."""
 
+from transformer.convert.families.llama import local_and_global
 from transformer.convert.family import Family
 from transformer.convert.fields import ACTIVATIONS, Fields, field, optional, positive
-from transformer.convert.layers import layer_kinds, per_layer
-from transformer.convert.rope import rotary_by_type, write_rope
+from transformer.convert.rope import write_rope
 from transformer.convert.weights import fused, linear, norm, same
 from transformer.model.config import ModelConfig
 
@@ -28,21 +28,18 @@ _FIELDS = {
 
 def _read(f: Fields, tensors: frozenset[str]) -> dict:
     layers, every = f.get("num_hidden_layers"), f.get("global_attn_every_n_layers")
-    by_default = ["sliding_attention" if i % every else "full_attention" for i in range(layers)]
-    kinds = layer_kinds(f, layers) or by_default
-    # Their window covers both sides of a query. Ours covers one side and the query itself.
-    window = {"sliding_attention": f.get("local_attention") // 2 + 1, "full_attention": 0}
     theta, local_theta = f.get("global_rope_theta"), f.get("local_rope_theta")
-    position = rotary_by_type(f, {"full_attention": theta, "sliding_attention": local_theta})
+    # Their window covers both sides of a query. Ours covers one side and the query itself.
+    size, is_local = f.get("local_attention") // 2 + 1, [i % every > 0 for i in range(layers)]
+    by_layer = local_and_global(f, theta, local_theta, is_local, size)
     f.same("classifier_bias", f.get("mlp_bias"), "feed-forward and head share one bias setting")
     hidden, head = "hidden_activation", "classifier_activation"
     if f.one_of(head, ACTIVATIONS) != f.one_of(hidden, ACTIVATIONS):
         f.same(head, f.get(hidden), "feed-forward and head share an activation")
     f.must("decoder_bias", True)
     return {
-        **per_layer(window=[window[x] for x in kinds], position=[position[x] for x in kinds]),
-        "embedding_norm": True, "first_norm": False, "glu": True, "head_transform": True,
-        "logit_bias": True,
+        **by_layer, "embedding_norm": True, "first_norm": False, "glu": True,
+        "head_transform": True, "logit_bias": True,
     }  # fmt: skip
 
 
