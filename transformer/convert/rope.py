@@ -30,15 +30,11 @@ _LLAMA = {
     "low_freq_factor": needed(float, "low_frequency_factor"),
     "high_freq_factor": needed(float, "high_frequency_factor"),
 }
-_SCALINGS: dict[str, tuple[str, dict[str, Field]]] = {
-    "default": ("none", {}),
-    "linear": ("linear", _FACTOR),
-    "dynamic": ("dynamic", _FACTOR),
-    "yarn": ("yarn", _FACTOR | _ORIGINAL | _YARN),
-    "longrope": ("longrope", _ORIGINAL | _LONG),
-    "llama3": ("llama3", _FACTOR | _ORIGINAL | _LLAMA),
-}
-"""Their rope_type -> our scaling, and its fields, paired with our options."""
+_SCALINGS: dict[str, dict[str, Field]] = {
+    "default": {}, "linear": _FACTOR, "dynamic": _FACTOR, "yarn": _FACTOR | _ORIGINAL | _YARN,
+    "longrope": _ORIGINAL | _LONG, "llama3": _FACTOR | _ORIGINAL | _LLAMA,
+}  # fmt: skip
+"""rope_type, our scaling's name ("none" for "default") -> its fields, paired with our options."""
 
 
 def rotary(f: Fields, theta: str = "rope_theta", fraction: str = "") -> dict:
@@ -88,8 +84,7 @@ def rope(
     values = {k: v for k, v in values.items() if v is not None or k in kept_as_null}
     values.setdefault("rope_type", values.pop("type", "default"))
     of_type = Fields(values, family, {"rope_type": ""}, inside=inside)
-    name, table = of_type.one_of("rope_type", _SCALINGS)
-    kind = values["rope_type"]
+    table, kind = of_type.one_of("rope_type", _SCALINGS), values["rope_type"]
     common = {"rope_theta": positive(theta), "partial_rotary_factor": positive(fraction)}
     f = Fields(values, f"{family} ({kind!r} rotary)", common | table, inside=inside)
     f.ignore("rope_type", "finetuned")
@@ -98,7 +93,7 @@ def rope(
         f.same("partial_rotary_factor", 1.0, "Transformers ignores it in this family")
     if (rotated := f.get("partial_rotary_factor")) != 1.0:
         out["fraction"] = rotated
-    scaling = {"name": name} | f.paired()
+    scaling = {"name": kind} | f.paired()
     original = "original_max_position_embeddings"
     if original in table:
         scaling["original_length"] = f.get(original) or length
@@ -110,7 +105,7 @@ def rope(
         scaling["original_length"] = length
     f.check_all_read()
     unscaled = scaling.get("factor") == 1.0 and not scaling.get("attention_factor")
-    return out if name == "none" or unscaled else out | {"scaling": scaling}
+    return out if kind == "default" or unscaled else out | {"scaling": scaling}
 
 
 def _attention_factor(kind: str, f: Fields, length: int, original: int) -> dict:
@@ -154,7 +149,7 @@ def write_rope(position: Choice) -> dict:
     """Returns `rope_parameters` for our position; UserError for a scaling without counterpart."""
     position = options(position)
     scaling = dict(position.get("scaling") or {"name": "none"})
-    theirs = {ours: kind for kind, (ours, _) in _SCALINGS.items()}
+    theirs = {kind if kind != "default" else "none": kind for kind in _SCALINGS}
     if scaling["name"] not in theirs:
         problem = f"{scaling['name']!r} has no counterpart in Transformers"
         raise UserError(f"model.position.scaling: {problem}; use one of {', '.join(theirs)}")
@@ -165,5 +160,5 @@ def write_rope(position: Choice) -> dict:
     if "original_length" in scaling and kind != "dynamic":
         out["original_max_position_embeddings"] = scaling["original_length"]
     plain = lambda value: list(value) if isinstance(value, tuple) else value
-    pairs = {name: x.ours for name, x in _SCALINGS[kind][1].items()}
+    pairs = {name: x.ours for name, x in _SCALINGS[kind].items()}
     return out | {name: plain(scaling[x]) for name, x in pairs.items() if x in scaling}
