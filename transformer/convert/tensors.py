@@ -122,12 +122,11 @@ def check(
     kind = family.model_type
     if unnamed := sorted(shapes.keys() - holder.keys()):
         raise UserError(f"{kind} has no tensor for {listed(unnamed)}")
-    weights = list(family.all_weights(config))
-    required = {weight.theirs for weight in weights}
-    if missing := sorted(required - tensors.names):
+    weights = {weight.theirs: weight for weight, _ in holder.values()}
+    if missing := sorted(weights.keys() - tensors.names):
         raise UserError(f"missing tensors of a {kind} model: {listed(missing)}")
     copies = [copy for copy in family.all_copies(config) if copy.theirs in tensors.names]
-    extra = tensors.names - required - {copy.theirs for copy in copies}
+    extra = tensors.names - weights.keys() - {copy.theirs for copy in copies}
     matching = lambda name, patterns: [p for p in patterns if re.fullmatch(p, name)]
     constants = {n: family.constants[p] for n in extra for p in matching(n, family.constants)}
     unused = [n for n in extra if matching(n, family.unused)]
@@ -138,16 +137,14 @@ def check(
         if (dtype := tensors.dtype(name)) not in FLOATS:
             problem = f"holds numbers of type {dtype}, and not one of {', '.join(FLOATS)}"
             raise UserError(f"{printable(name)}: {problem}")
-    for weight in weights:
+    for weight in weights.values():
         shape = tensors.shape(weight.theirs)
         expected_shape = weight.shape([shapes[name] for name in weight.ours])
         if shape != tuple(expected_shape):
             expected = f"config.json implies {spell(expected_shape)}"
             raise UserError(f"{weight.theirs}: its shape is {spell(shape)}, but {expected}")
     for copy in copies:
-        same_shape = tensors.shape(copy.theirs) == tensors.shape(copy.of)
-        equal = lambda a, b: np.array_equal(tensors.read(a), tensors.read(b))
-        if copy.compared and not (same_shape and equal(copy.theirs, copy.of)):
+        if copy.compared and not np.array_equal(tensors.read(copy.theirs), tensors.read(copy.of)):
             problem = "hold different numbers; separate tensors are not supported"
             raise UserError(f"{copy.theirs} and {copy.of} {problem} for {kind}")
     for name, expected in constants.items():

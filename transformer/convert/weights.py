@@ -57,11 +57,6 @@ def vector(theirs: str, *ours: str) -> Weight:
     return _joined(theirs, ours, lambda shape: (math.prod(shape),))
 
 
-def row(theirs: str, ours: str) -> Weight:
-    """A vector, stored as a matrix with one row."""
-    return _joined(theirs, (ours,), lambda shape: (1, *shape))
-
-
 def matrix(theirs: str, *ours: str, inputs: int = 1, transposed: bool = True) -> Weight:
     """The matrix of a linear layer, [outputs, inputs], or [inputs, outputs] if not `transposed`.
     The first `inputs` axes of our kernels are their inputs. Outputs of several are concatenated."""

@@ -8,7 +8,7 @@ import numpy as np
 
 from transformer.convert.family import Family
 from transformer.convert.fields import Fields, changed, count, field, optional
-from transformer.convert.weights import Copy, Shape, attention, linear, norm, row, same
+from transformer.convert.weights import Copy, Shape, attention, linear, matrix, norm, same
 from transformer.model.config import ModelConfig
 
 _TOKENS = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2}
@@ -91,7 +91,8 @@ def layer(theirs: str, ours: str, c: ModelConfig, attentions=("self_attention",)
 
 def _weights(c: ModelConfig):
     if c.logit_bias:
-        yield row("final_logits_bias", "unembedding/bias")
+        # A vector, stored as a matrix with one row
+        yield matrix("final_logits_bias", "unembedding/bias", inputs=0, transposed=False)
     for side in c.sides:
         if c.embedding_norm:
             yield same(f"model.{side}.embed_positions.weight", f"{side}/position_embedding")
