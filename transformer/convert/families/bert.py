@@ -126,22 +126,20 @@ def _read(kind: _Kind, f: Fields, tensors: frozenset[str]) -> dict:
 
 def _write(kind: _Kind, c: ModelConfig) -> dict:
     offset = options(c.position).get("offset", 0) if kind.after_pad else 0
-    architectures = [f"{kind.title}{_architecture(kind, c)}"]
-    theirs = {"architectures": architectures, "max_position_embeddings": c.max_length + offset}
-    if c.num_labels and not _next_sentence(kind, c):
+    architecture = f"{kind.title}{_architecture(kind, c)}"
+    theirs = {"architectures": [architecture], "max_position_embeddings": c.max_length + offset}
+    if architecture.endswith("Classification"):
         theirs["id2label"] = {str(i): f"LABEL_{i}" for i in range(c.num_labels)}
         theirs["label2id"] = {label: int(i) for i, label in theirs["id2label"].items()}
     return theirs
 
 
-def _next_sentence(kind: _Kind, c: ModelConfig) -> bool:
-    return kind.next_sentence and c.lm_head and c.num_labels == 2 and c.pooler
-
-
 def _architecture(kind: _Kind, c: ModelConfig) -> str:
-    if c.num_labels and not _next_sentence(kind, c):
+    if kind.next_sentence and c.lm_head and c.num_labels == 2 and c.pooler:
+        return "ForPreTraining"
+    if c.num_labels:
         return "ForSequenceClassification" if c.pooler else "ForTokenClassification"
-    return "ForPreTraining" if c.num_labels else "ForMaskedLM" if c.lm_head else "Model"
+    return "ForMaskedLM" if c.lm_head else "Model"
 
 
 def _weights(kind: _Kind, c: ModelConfig):
@@ -168,7 +166,8 @@ def _bert_weights(kind: _Kind, c: ModelConfig):
     if c.pooler:
         yield from linear(pooler, "classifier/pooler", bias=True)
     if c.num_labels:
-        labels = "cls.seq_relationship" if _next_sentence(kind, c) else labels
+        pretraining = _architecture(kind, c) == "ForPreTraining"
+        labels = "cls.seq_relationship" if pretraining else labels
         yield from linear(labels, "classifier/labels", bias=True)
     if c.lm_head:
         yield from linear("cls.predictions.transform.dense", "unembedding/transform", bias=True)

@@ -119,12 +119,14 @@ def _read_bloom(f: Fields, tensors: frozenset[str]) -> dict:
 
 def _bloom_weights(c: ModelConfig):
     yield from norm("transformer.word_embeddings_layernorm", "decoder/embedding_norm")
-    yield from _layers("transformer.h", "self_attention", c)
-    yield from norm("transformer.ln_f", "decoder/final_norm")
+    yield from _neox_weights(c, "transformer.h", "self_attention", "transformer.ln_f")
 
 
-def _layers(theirs: str, attention: str, c: ModelConfig):
-    """Yields the layers of BLOOM and of GPT-NeoX, whose modules for `attention` differ in name."""
+def _neox_weights(
+    c: ModelConfig, theirs="gpt_neox.layers", attention="attention",
+    final_norm="gpt_neox.final_layer_norm",
+):  # fmt: skip
+    """Yields the layers and the final norm of GPT-NeoX and of BLOOM, which has other names."""
     residuals = ("self_attention_residual/in_norm", "feed_forward_residual/in_norm")
     norms = ("residual/in_norm", "residual/in_norm_1") if c.parallel else residuals
     for i in range(c.num_decoder_layers):
@@ -136,16 +138,12 @@ def _layers(theirs: str, attention: str, c: ModelConfig):
         yield from norm(f"{layer}.post_attention_layernorm", f"{ours}/{norms[1]}")
         yield from linear(f"{layer}.mlp.dense_h_to_4h", f"{ours}/feed_forward/in", bias=True)
         yield from linear(f"{layer}.mlp.dense_4h_to_h", f"{ours}/feed_forward/out", bias=True)
+    yield from norm(final_norm, "decoder/final_norm")
 
 
 def _read_neox(f: Fields, tensors: frozenset[str]) -> dict:
     bias = None if f.get("attention_bias") else False
     return rotary(f, theta="rotary_emb_base", fraction="rotary_pct") | {"attention_bias": bias}
-
-
-def _neox_weights(c: ModelConfig):
-    yield from _layers("gpt_neox.layers", "attention", c)
-    yield from norm("gpt_neox.final_layer_norm", "decoder/final_norm")
 
 
 FAMILIES = [

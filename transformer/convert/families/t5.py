@@ -68,14 +68,12 @@ def _write(c: ModelConfig) -> dict:
 
 
 def _weights(c: ModelConfig):
-    for side, depth in (("encoder", c.num_encoder_layers), ("decoder", c.num_decoder_layers)):
+    for side in c.sides:
         bias = f"{side}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
         yield same(bias, f"{side}/relative_bias")
-        sublayers = {"SelfAttention": "self_attention"}
-        if side == "decoder":
-            sublayers["EncDecAttention"] = "cross_attention"
-        sublayers["DenseReluDense"] = "feed_forward"
-        for i in range(depth):
+        cross = {"EncDecAttention": "cross_attention"} if side == "decoder" else {}
+        sublayers = {"SelfAttention": "self_attention", **cross, "DenseReluDense": "feed_forward"}
+        for i in range(c.num_layers(side)):
             for i_sublayer, (name, part) in enumerate(sublayers.items()):
                 theirs, ours = f"{side}.block.{i}.layer.{i_sublayer}", f"{side}/layers_{i}/{part}"
                 yield from norm(f"{theirs}.layer_norm", f"{ours}_residual/in_norm", offset=False)
