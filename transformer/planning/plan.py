@@ -97,8 +97,8 @@ class Plan(NamedTuple):
 
     def to_json(self) -> dict:
         def part_to_json(part: Part) -> dict:
-            entry = {"peak_bytes": part.peak, "fits": self.fits_in(part)}
-            entry["memory_bytes"] = part.memory
+            fits = self.fits_in(part)
+            entry = {"peak_bytes": part.peak, "fits": fits, "memory_bytes": part.memory}
             if part.compiled:
                 roof, buffers = part.roofline, largest(part.compiled.program, 12)
                 entry |= {
@@ -150,12 +150,14 @@ def make_plan(
         except TooLarge as e:
             parts[name] = Part(memory, None, None, e)
             continue
-        memory["cache and inputs"] = local_bytes(programs.inputs(name))
-        memory["padding"] = max(compiled.arguments - sum(memory.values()), 0)
+        memory["cache and inputs"], used = compiled.inputs, compiled.memory
+        memory["padding"] = max(used.argument_size_in_bytes - sum(memory.values()), 0)
         if name == "train":
-            memory["activations"] = min(kept(compiled.program), compiled.temporaries)
-        memory["temporaries"] = compiled.temporaries - memory.get("activations", 0)
-        memory["results, code"] = compiled.others
+            memory["activations"] = min(kept(compiled.program), used.temp_size_in_bytes)
+        memory["temporaries"] = used.temp_size_in_bytes - memory.get("activations", 0)
+        # Some results reuse the memory of an argument.
+        results = used.output_size_in_bytes - used.alias_size_in_bytes
+        memory["results, code"] = results + used.generated_code_size_in_bytes
         work = lambda op: kernel(op, config.model, kernels)
         roof = roofline(compiled.program, topology, mesh_devices, work)
         parts[name] = Part(memory, roof, compiled)

@@ -12,7 +12,7 @@ import os
 import re
 import time
 import types
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ from transformer.errors import UserError
 from transformer.model.attention_backends import record
 from transformer.model.network import build_model
 from transformer.parallel.mesh import make_mesh, use
-from transformer.parallel.sharding import BATCH
+from transformer.parallel.sharding import BATCH, local_bytes
 from transformer.planning.chips import Topology
 from transformer.planning.hlo import HloProgram
 from transformer.runs.fits import check_divisibility
@@ -50,9 +50,8 @@ class Compiled(NamedTuple):
     """A compiled program, what attention it uses, and the bytes that a device needs for it."""
 
     program: HloProgram
-    arguments: int
-    temporaries: int
-    others: int  # code, and results that do not reuse the memory of an argument
+    inputs: float  # arguments besides the state
+    memory: Any  # as XLA reports it
     attention: dict[str, str]  # backend -> why no other is used
     seconds: float  # of compilation
 
@@ -126,21 +125,13 @@ class Programs:
             if name == "prefill":
                 self._memory_shardings = compiled.output_shardings[1]
         program, memory = HloProgram.read(compiled.as_text()), compiled.memory_analysis()
-        arguments, temporaries = memory.argument_size_in_bytes, memory.temp_size_in_bytes
-        results = memory.output_size_in_bytes - memory.alias_size_in_bytes
-        others = results + memory.generated_code_size_in_bytes
-        return Compiled(program, arguments, temporaries, others, attention, seconds)
+        return Compiled(program, local_bytes(args[1:]), memory, attention, seconds)
 
     def trace(self, name: str):
         """Returns the traced program, a jaxpr."""
         with use(self.mesh):
             jitted, args = getattr(self, f"_{name}")()
             return jitted.trace(*args).jaxpr
-
-    def inputs(self, name: str) -> dict | tuple:
-        """Returns the inputs of a program besides the state."""
-        with use(self.mesh):
-            return getattr(self, f"_{name}")()[1][1:]
 
     def _train(self):
         step = make_train_step(self.config, self.model, self.optimizer, self.mesh, self.shardings)
