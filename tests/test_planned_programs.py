@@ -309,7 +309,7 @@ KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective
 
 
 def test_bytes_sent_within_a_slice():
-    sizes = {kind: sent(Collective(kind, 100, np.arange(4)[None], 3, "")) for kind in KINDS}
+    sizes = {kind: sent(Collective(kind, 100, np.arange(4)[None], 3)) for kind in KINDS}
     assert {kind: outer for kind, (_, outer) in sizes.items()} == dict.fromkeys(KINDS, 0)
     assert [inner for inner, _ in sizes.values()] == [225, 225, 450, 225, 300]
 
@@ -320,9 +320,7 @@ def test_traffic_between_slices_is_shared_by_their_devices():
     In an all-gather, a device receives 3/4 of the array in its slice. Its share of the traffic
     beyond the slice is a quarter of the other half.
     """
-    sizes = {
-        kind: sent(Collective(kind, 800, np.arange(8)[None], 1, ""), slices=2) for kind in KINDS
-    }
+    sizes = {kind: sent(Collective(kind, 800, np.arange(8)[None], 1), slices=2) for kind in KINDS}
     assert sizes["all-gather"] == sizes["reduce-scatter"] == (600, 100) and sizes["all-reduce"] == (
         1200,
         200,

@@ -210,38 +210,35 @@ def kept(program: HloProgram) -> float:
 
 
 def _origins(name: str, computation: Computation, program: HloProgram, sizes: dict) -> None:
-    """Adds to `sizes` the forward pass's arrays from which `name` is obtained by moving data."""
+    """Adds to `sizes` the forward pass's arrays from which `name` is obtained by moving data. An
+    element of a tuple is what a loop computed or, if its body returns the element unchanged, its
+    argument."""
     op = computation.get(name)
     if op is None or name in sizes or op.opcode in ("parameter", "constant", "iota"):
         return
-    if op.opcode in _MOVES or op.opcode.endswith("-done"):
-        for operand in op.operands[:1] if op.opcode != "tuple" else op.operands:
-            _origins(operand, computation, program, sizes)
-    elif op.opcode == "get-tuple-element":
-        _element(op, computation, program, sizes)
-    elif "transpose(" not in op.source:
+    source, moved = op, ()
+    if op.opcode == "get-tuple-element":
+        source = computation[op.operands[0]]
+        if unchanged := source.opcode == "while" and _returns_argument(source, op.index, program):
+            source = computation[source.operands[0]]
+        if source.opcode == "tuple":
+            moved = (source.operands[op.index],)
+        elif unchanged or source.opcode == "parameter":  # an argument of a loop's body
+            return
+    elif op.opcode in _MOVES or op.opcode.endswith("-done"):
+        moved = op.operands if op.opcode == "tuple" else op.operands[:1]
+    for operand in moved:
+        _origins(operand, computation, program, sizes)
+    if not moved and "transpose(" not in source.source:
         sizes[name] = op.hbm_bytes
 
 
-def _element(op: Instruction, computation: Computation, program: HloProgram, sizes: dict) -> None:
-    """Adds to `sizes` the array that is an element of a tuple. That is what a loop computed or, if
-    its body returns the element unchanged, its argument."""
-    producer, index = computation[op.operands[0]], op.index
-    if producer.opcode == "tuple":
-        _origins(producer.operands[index], computation, program, sizes)
-        return
-    if producer.opcode == "while":
-        body = program.computations[producer.called("body")]
-        root = next(inner_op for inner_op in body.values() if inner_op.root)
-        result = body.get(root.operands[index]) if root.opcode == "tuple" else None
-        if result is not None and result.opcode == "get-tuple-element" and result.index == index:
-            argument = computation[producer.operands[0]]
-            if argument.opcode == "tuple":
-                _origins(argument.operands[index], computation, program, sizes)
-            return
-    # A parameter is an argument of a loop's body.
-    if producer.opcode != "parameter" and "transpose(" not in producer.source:
-        sizes[op.name] = op.hbm_bytes
+def _returns_argument(loop: Instruction, index: int, program: HloProgram) -> bool:
+    """Returns whether a loop's body returns element `index` of its argument unchanged."""
+    body = program.computations[loop.called("body")]
+    root = next(op for op in body.values() if op.root)
+    result = body.get(root.operands[index]) if root.opcode == "tuple" else None
+    return result is not None and result.opcode == "get-tuple-element" and result.index == index
 
 
 def largest(program: HloProgram, max_arrays: int = 8) -> list[tuple[float, str, str]]:

@@ -39,9 +39,8 @@ def kernels(plan: Plan) -> list[str]:
     rows["heads x sequences"] = [f"{x.heads:,}" for x in plan.kernels]
     names = {"calls": "calls", "trips": "tiles of a head", "bundles": "cycles of a tile"}
     names |= {"spills": "spills in a tile", "cycles": "cycles of a call", "least": "of products"}
-    for field, name in names.items():
-        number = lambda x, field=field: f"{getattr(x, field):,.0f}" if x.cycles else "not analyzed"
-        rows[name] = [number(x) for x in plan.kernels]
+    number = lambda x, field: f"{getattr(x, field):,.0f}" if x.cycles else "not analyzed"
+    rows |= {name: [number(x, field) for x in plan.kernels] for field, name in names.items()}
     rows["ratio"] = [f"{x.cycles / x.least:.2f}" if x.cycles else "" for x in plan.kernels]
     rows["VMEM at most"] = [format_bytes(x.vmem) for x in plan.kernels]
     header = ["attention kernels", *(x.name for x in plan.kernels)]

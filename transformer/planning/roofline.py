@@ -64,9 +64,7 @@ def roofline(
     for message in collectives(program):
         if message.between_slices:
             total = message.bytes * (topology.slices if message.kind == "all-gather" else 1)
-            group = np.zeros((1, topology.slices), int)
-            message = message._replace(bytes=total, groups=group)
-            slices, link_counts = topology.slices, {}
+            message, slices, link_counts = message._replace(bytes=total), topology.slices, {}
         else:
             coordinates = coordinates_of[message.groups]  # [groups, members, coordinates and slice]
             if coordinates.shape[1] < 2:

@@ -5,7 +5,7 @@ HLO text does not show the work of TPU kernels. It follows from their names and 
 import collections
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -71,21 +71,19 @@ def _fusion_traffic(op: Instruction, operands: list[Instruction], inner: Computa
     users = collections.defaultdict(list)
     for user in inner.values():
         for name in user.operands:
-            users[name].append((user, name))
+            users[name].append(user)
 
-    def find_uses(name: str) -> list[tuple[Instruction, bool]]:
-        """Returns (user, whether it slices or updates the array), following bitcasts."""
-        pairs = []
-        for user, operand in users[name]:
-            itself = [(user, user.operands[0] == operand)]
-            pairs += find_uses(user.name) if user.opcode == "bitcast" else itself
-        return pairs
+    def find_uses(name: str) -> Iterator[tuple[Instruction, bool]]:
+        """Yields (user, whether it slices or updates the array), following bitcasts."""
+        for user in users[name]:
+            itself = [(user, user.operands[0] == name)]
+            yield from find_uses(user.name) if user.opcode == "bitcast" else itself
 
     for parameter in (p for p in inner.values() if p.opcode == "parameter"):
         number = int(parameter.literal)
         if number >= len(operands) or not operands[number].hbm_bytes:
             continue
-        operand, uses = operands[number], find_uses(parameter.name)
+        operand, uses = operands[number], list(find_uses(parameter.name))
         if {use.opcode for use, _ in uses} <= {"tuple", *COLLECTIVES}:
             continue
         opcodes = {use.opcode if first else "" for use, first in uses}
@@ -137,7 +135,6 @@ class Collective(NamedTuple):
     bytes: float
     groups: np.ndarray  # [groups, devices per group]; for collective-permute [pairs, 2]
     times: float
-    source: str
     between_slices: bool = False  # with the counterparts in all slices; then no `groups`
 
 
@@ -149,7 +146,7 @@ def collectives(program: HloProgram) -> list[Collective]:
         if op.opcode == "send" and transfer:
             size = sum(array.bytes for array in computation[op.operands[0]].arrays)
             kind = transfer.group(1).lower().replace("_", "-")
-            found.append(Collective(kind, size, np.zeros((0, 0), int), times, op.source, True))
+            found.append(Collective(kind, size, np.zeros((0, 0), int), times, True))
         kind = op.opcode.removesuffix("-start")
         scatters = fused and _scatters(op, computation)
         # An asynchronous collective appears in each fusion that it overlaps. Only its start counts.
@@ -164,7 +161,7 @@ def collectives(program: HloProgram) -> list[Collective]:
             kind = "all-gather"  # written as a sum of zero-padded parts, on a large torus
         elif kind == "all-gather":
             size *= _groups(op).shape[1]
-        found.append(Collective(kind, size, _groups(op), times, op.source))
+        found.append(Collective(kind, size, _groups(op), times))
     return found
 
 
