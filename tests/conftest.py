@@ -168,7 +168,17 @@ def text(tmp_path_factory):
     (folder / "tags.tsv").write_text(
         "\n".join(f"{t}\t{' '.join(map(tag, t.split()))}" for t in texts)
     )
+    (folder / "answers.tsv").write_text("\n".join(f"{t}\t{answer_tags(t)}" for t in texts))
     return folder
+
+
+def answer_tags(text: str) -> str:
+    """Returns the tags of words: "answer" for the first "cat" and animals after it, or "-"."""
+    words = text.split()
+    first = words.index("cat") if "cat" in words else len(words)
+    after = [n for n in range(first, len(words)) if words[n] not in ("cat", "dog")]
+    last = after[0] if after else len(words)
+    return " ".join("answer" if first <= n < last else "-" for n in range(len(words)))
 
 
 @pytest.fixture

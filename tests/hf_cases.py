@@ -79,6 +79,7 @@ def roberta(prefix: str) -> list:
         (f"{prefix}ForSequenceClassification", options | {"num_labels": 5}),
         (f"{prefix}ForSequenceClassification", options | {"hidden_act": "gelu_new"}),
         (f"{prefix}ForTokenClassification", options | {"num_labels": 5}),
+        (f"{prefix}ForQuestionAnswering", options),
     ]  # fmt: skip
 
 
@@ -93,6 +94,7 @@ CASES = {
         }),
         ("DistilBertModel", DISTILBERT),
         ("DistilBertForTokenClassification", DISTILBERT | {"num_labels": 5}),
+        ("DistilBertForQuestionAnswering", DISTILBERT),
     ],
     "bert": [
         ("BertForPreTraining", ENCODERS_AND_DECODERS),
@@ -105,6 +107,7 @@ CASES = {
         ("BertForSequenceClassification", ENCODERS_AND_DECODERS | {"num_labels": 5}),
         ("BertForSequenceClassification", ENCODERS_AND_DECODERS),  # config.json omits 2 labels
         ("BertForTokenClassification", ENCODERS_AND_DECODERS | {"num_labels": 5}),
+        ("BertForQuestionAnswering", ENCODERS_AND_DECODERS),
         ("BertModel", ENCODERS_AND_DECODERS),
         ("BertModel", ENCODERS_AND_DECODERS | {"tie_word_embeddings": False}),
         ("BertForTokenClassification", ENCODERS_AND_DECODERS | {"tie_word_embeddings": False}),

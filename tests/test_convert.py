@@ -85,6 +85,8 @@ def both_logits(model, config, params, name):
         np.testing.assert_allclose(labels, out.seq_relationship_logits.numpy(), atol=1e-4)
         return our_model.apply(params, ids, **our_inputs), out.prediction_logits.numpy(), mask
     our_logits = our_model.apply(params, ids, **our_inputs)
+    if name.endswith("QuestionAnswering"):
+        return our_logits, torch.stack([out.start_logits, out.end_logits], dim=-1).numpy(), mask
     return our_logits, out.logits.numpy(), mask if our_logits.ndim == 3 else np.ones(len(ids), bool)
 
 

@@ -10,7 +10,7 @@ from transformer.data import split, store
 from transformer.data.batching import Batches
 from transformer.data.objectives.base import pack
 from transformer.data.pipeline import open_data
-from transformer.data.tokenizer import BOS, EOS, SentencePiece, train_tokenizer
+from transformer.data.tokenizer import BOS, EOS, UNK, SentencePiece, train_tokenizer
 from transformer.errors import UserError
 from transformer.mapping import from_mapping
 
@@ -295,7 +295,7 @@ def test_max_examples_and_reverse(pairs):
     assert not any("number" in source for source, _ in reversed_store.examples("test"))
 
 
-@pytest.mark.parametrize("kind", ["unigram", "bpe"])
+@pytest.mark.parametrize("kind", ["unigram", "bpe", "word"])
 def test_trained_tokenizer_is_lossless(kind):
     tokenizer = train_tokenizer(TokenizerConfig(kind=kind), 300, ENGLISH + SPANISH)
     for text in [
@@ -307,9 +307,18 @@ def test_trained_tokenizer_is_lossless(kind):
         " \n = Title = \n",
     ]:
         assert tokenizer.decode([*tokenizer.encode([text])[0], EOS, 7, 7]) == text
-    assert tokenizer.vocab_size == 300
+    assert tokenizer.vocab_size == 300 or kind == "word"
     assert SentencePiece(tokenizer.content).sha256 == tokenizer.sha256
     assert EOS not in tokenizer.encode(["</s> <s>"])[0]
+
+
+def test_whole_words_are_pieces_and_others_are_unknown():
+    config = TokenizerConfig(kind="word", byte_fallback=False)
+    tokenizer = train_tokenizer(config, 300, ["the cat sat", "the dog ran"])
+    known, unknown = tokenizer.encode(["the dog sat", "the zebra sat"])
+    assert [tokenizer.piece(i) for i in known] == ["\u2581the", "\u2581dog", "\u2581sat"]
+    assert len(unknown) == 3 and unknown[::2] == known[::2] and unknown[1] == UNK
+    assert len(train_tokenizer(config, 9, ["the cat sat", "the dog ran"]).encode(["the"])[0]) == 1
 
 
 def test_a_text_in_place_of_a_list_of_texts_raises():

@@ -28,7 +28,8 @@ PAIR_LABELS = {"token_types": 2, "num_labels": 2, "pooling": "cls", "pooler": Tr
 
 def experiment(text, objective, family, model=(), **data):
     name = objective if isinstance(objective, str) else objective.get("name", "")
-    file = {"classification": "label.tsv", "tagging": "tags.tsv"}.get(name, "text.txt")
+    files = {"classification": "label.tsv", "tagging": "tags.tsv", "extractive_qa": "answers.tsv"}
+    file = files.get(name, "text.txt")
     format = "tsv" if file.endswith("tsv") else "text"
     return from_mapping(
         Experiment,
@@ -66,6 +67,8 @@ CASES = {
     "classification, decoder": ("classification", "decoder", {"num_labels": 2, "pooling": "last"},
                                 {"packing": False, "buckets": (16, 40)}),
     "tagging": ("tagging", "encoder", {"num_labels": 2, "lm_head": False}, {"packing": False}),
+    "answers": ("extractive_qa", "encoder", {"num_labels": 2, "pooling": "span", "lm_head": False},
+                {"packing": False}),
 }  # fmt: skip
 
 
@@ -91,7 +94,9 @@ def test_draws_depend_only_on_seed_epoch_and_sequence(text, case):
         for a, b in zip(segments(0), segments(1), strict=True)
         for field in dataclasses.fields(Segment)
     )
-    assert same == (not draws) and ("classification" in case or case == "tagging") <= same
+    assert (
+        same == (not draws) and ("classification" in case or case in ("tagging", "answers")) <= same
+    )
 
 
 @pytest.mark.parametrize("case", ["masked", "masked words"])
@@ -195,7 +200,7 @@ def test_every_objective_trains_and_is_evaluated(text, tmp_path, case):
     objective, family, model, data = CASES[case]
     config, steps = (
         experiment(text, objective, family, model, **data),
-        200 if case == "tagging" else 60,
+        200 if case in ("tagging", "answers") else 60,
     )
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, steps=steps))
     assert train(config, tmp_path / "run") == steps
@@ -212,8 +217,8 @@ def test_every_objective_trains_and_is_evaluated(text, tmp_path, case):
         assert 0 < metrics["labels_accuracy"] <= 1 and metrics["labels_loss"] > 0
     if family == "encoder" and "classification" in case:
         assert metrics["accuracy"] > 0.9
-    if case == "tagging":
-        assert metrics["accuracy"] > 0.95
+    if case in ("tagging", "answers"):
+        assert metrics["accuracy"] > (0.95 if case == "tagging" else 0.6)
 
 
 @pytest.mark.parametrize(
@@ -257,6 +262,10 @@ def test_every_objective_trains_and_is_evaluated(text, tmp_path, case):
          "set data.packing=False"),
         ("tagging", "encoder", {"num_labels": 2, "pooling": "mean"}, {"packing": False},
          "set it to none"),
+        ("extractive_qa", "encoder", {"num_labels": 2}, {"packing": False},
+         "set model.pooling='span'"),
+        ("extractive_qa", "encoder", {"num_labels": 3, "pooling": "span"}, {"packing": False},
+         "model.num_labels: 3, but model.pooling='span' scores two ends; set it to 2"),
     ],
 )  # fmt: skip
 def test_invalid_objectives_raise(text, objective, family, model, data, message):

@@ -123,8 +123,8 @@ def embed(run: AnyRun, texts: Sequence[str], pooling: str = "mean") -> np.ndarra
       texts: the texts. Those that exceed `model.max_length` are cut.
       pooling: "mean" over all tokens, "cls" (the first token) or "last"."""
     check_texts(texts)
-    if pooling == "none":
-        raise UserError("pooling: 'none' yields no vector for a text; use mean, cls or last")
+    if pooling in ("none", "span"):
+        raise UserError(f"pooling: {pooling!r} yields no vector for a text; use mean, cls or last")
     run = run if isinstance(run, LoadedRun) else load_run(run)
     tokenizer, size = check_tokenizer(run.tokenizer), run.config.decoding.batch_size
     with use(run.mesh):

@@ -17,7 +17,7 @@ FORMATS = (*_HAS_FIELDS, "paired", "text", "documents", "probe", "prepared")
 _TOKENIZER_EFFECTS = (
     Effect(("kind", "byte_fallback", "character_coverage", "max_sentences"),
            "data.tokenizer.path='', which trains a tokenizer", lambda c: not c.path),
-    Effect(("byte_fallback",), "multi-character pieces: data.tokenizer.kind='unigram' or 'bpe'",
+    Effect(("byte_fallback",), "multi-character pieces: data.tokenizer.kind other than 'char'",
            lambda c: c.kind != "char"),
 )  # fmt: skip
 
@@ -30,7 +30,9 @@ class TokenizerConfig:
 
     A trained one has `model.vocab_size` pieces, less the special tokens of the objective."""
 
-    kind: str = "unigram"  # unigram | bpe | char (one piece per character, up to model.vocab_size)
+    # unigram | bpe | char (one piece per character) | word (one per word between spaces; unknown
+    # words, and words beside a line end, become bytes). char, word: up to model.vocab_size pieces.
+    kind: str = "unigram"
     # An existing tokenizer: a SentencePiece .model, a tokenizer.json (extra [hf]) or the
     # tokenizer.pair of a run. "" trains one.
     path: str = ""
@@ -46,7 +48,7 @@ class TokenizerConfig:
     max_sentences: int = 1_000_000  # maximum number of lines to train the tokenizer on
 
     def __post_init__(self):
-        one_of("data.tokenizer.kind", self.kind, ("unigram", "bpe", "char"))
+        one_of("data.tokenizer.kind", self.kind, ("unigram", "bpe", "char", "word"))
         at_least("data.tokenizer", self, 1, "max_sentences")
         at_least("data.tokenizer", self, -1, "pad_id", "bos_id", "eos_id", "source_bos_id")
         if not 0.98 <= self.character_coverage <= 1:  # SentencePiece's own bounds
@@ -112,7 +114,7 @@ class DataConfig:
     # Weights of the sources are (training tokens)^(1 / temperature); 0: each has its own `weight`
     mixture_temperature: float = 0.0
     # causal_lm | seq2seq | prefix_lm | masked_lm | span_corruption | ul2 | classification |
-    # tagging, or dict(name=...).
+    # tagging | extractive_qa, or dict(name=...).
     objective: Choice = "causal_lm"
     length: int = 128  # tokens in a sequence; encoder-decoder: in a sequence of the encoder
     target_length: int = 0  # encoder-decoder: tokens in a sequence of the decoder; 0: `length`

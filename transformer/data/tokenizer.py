@@ -158,8 +158,8 @@ class SentencePiece(Tokenizer):
     def encode(self, texts):
         return self._processor.encode(as_list(texts), num_threads=self.threads)
 
-    def _text(self, ids):
-        return self._processor.decode(ids)
+    def _text(self, ids):  # the space before an unknown word is part of its bytes, as U+2581
+        return self._processor.decode(ids).removeprefix("\u2581").replace("\u2581", " ")
 
     def piece(self, i):
         return self._pieces[i] if i < self.vocab_size else f"<{i}>"
@@ -322,7 +322,8 @@ def find_tokenizer(folder: Path) -> Path | None:
 def train_tokenizer(
     config: TokenizerConfig, vocab_size: int, sentences: Iterable[str], reserved: int = 0
 ) -> Tokenizer:
-    """Trains a SentencePiece model with exactly `vocab_size - reserved` pieces ("char": at most).
+    """Trains a SentencePiece model with exactly `vocab_size - reserved` pieces, or at most as many
+    characters or whole words.
     Each line is a sentence, and the line end is a piece. If there are more than `max_sentences`
     lines, training reads a uniform sample, which is always the same."""
     for field in ("pad_id", "bos_id", "eos_id", "source_bos_id"):
@@ -334,9 +335,9 @@ def train_tokenizer(
     if pieces < 1:
         problem = f"{vocab_size} leaves no piece besides the {reserved} special tokens"
         raise UserError(f"model.vocab_size: {problem} of data.objective; increase it")
-    by_pieces = config.kind != "char"
+    exactly, by_pieces = config.kind in ("unigram", "bpe"), config.kind != "char"
     settings = {
-        "model_type": config.kind, "vocab_size": pieces, "hard_vocab_limit": by_pieces,
+        "model_type": config.kind, "vocab_size": pieces, "hard_vocab_limit": exactly,
         "pad_id": PAD, "bos_id": BOS, "eos_id": EOS, "unk_id": UNK, "user_defined_symbols": ["\n"],
         "character_coverage": config.character_coverage,
         "byte_fallback": config.byte_fallback and by_pieces,

@@ -104,7 +104,9 @@ class ModelConfig:
     head_transform: bool = False
     # Compute vocabulary logits. Optional in encoders, and in decoders with labels or a pooler.
     lm_head: bool = True
-    pooling: str = "none"  # none | cls | mean | last: pooling for labels; none: one label per token
+    # none | span | cls | mean | last: pooling for labels. none: one label per token; span: for each
+    # token, a logit of being the first and one of being the last of a span (extractive_qa).
+    pooling: str = "none"
     pooler: bool = False  # apply tanh(h W + b) to the pooled hidden state (BERT)
     num_labels: int = 0  # outputs of the classifier; 0: no classifier
     embedding_scale: bool = False  # multiply embeddings by sqrt(d_model)

@@ -61,7 +61,7 @@ def _check_values(config) -> None:
     at_most("model", config, 0.9999, **dict.fromkeys(dropouts, "almost nothing would be kept"))
     for field, names in {
         "norm": NORMS, "activation": ACTIVATIONS, "initializer": INITIALIZERS,
-        "remat": ("none", "dots", "full"), "pooling": ("none", "cls", "mean", "last"),
+        "remat": ("none", "dots", "full"), "pooling": ("none", "span", "cls", "mean", "last"),
         "attention_gate": ("", "elementwise", "headwise"),
         "attention_score": ("dot", "bilinear", "additive"),
         "value_residual": ("", "fixed", "learned"), "attention_backend": ("auto", *BACKENDS),
@@ -98,6 +98,9 @@ def _check_combinations(config) -> None:
     if has_labels and config.is_encoder_decoder:
         problem = "an encoder_decoder generates text and has no labels"
         raise UserError(f"model.num_labels: {problem}; set model.family='encoder' or 'decoder'")
+    if config.pooling == "span" and config.num_labels != 2:
+        problem = f"{config.num_labels}, but model.pooling='span' scores two ends"
+        raise UserError(f"model.num_labels: {problem}; set it to 2")
     if config.is_encoder_decoder and config.pooling != "none":
         problem = "is for labels, and an encoder_decoder generates text"
         raise UserError(f"model.pooling: {config.pooling!r} {problem}; leave it at 'none'")

@@ -17,6 +17,7 @@ def _last(h_BxTxD, real_BxTx1):
 
 POOLINGS = {
     "none": lambda h_BxTxD, real_BxTx1: h_BxTxD,  # one label per token: tagging
+    "span": lambda h_BxTxD, real_BxTx1: h_BxTxD,  # a logit of the start and the end per token
     "cls": lambda h_BxTxD, real_BxTx1: h_BxTxD[:, 0],
     "mean": lambda h_BxTxD, real_BxTx1: (
         jnp.sum(h_BxTxD * real_BxTx1, 1) / jnp.maximum(jnp.sum(real_BxTx1, 1), 1)

@@ -105,7 +105,8 @@ def _experiment(model: ModelConfig, tokenizer_config: TokenizerConfig) -> Experi
     objectives = {"encoder": "masked_lm", "decoder": "causal_lm", "encoder_decoder": "seq2seq"}
     objective = objectives[model.family]
     if not model.lm_head:
-        objective = "tagging" if model.pooling == "none" else "classification"
+        of_tokens = {"none": "tagging", "span": "extractive_qa"}
+        objective = of_tokens.get(model.pooling, "classification")
     shape = {"length": min(model.max_length, 512), "packing": model.lm_head}
     data = DataConfig(objective=objective, tokenizer=tokenizer_config, **shape)
     return Experiment(model, data, train=TrainConfig(steps=1))

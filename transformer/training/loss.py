@@ -79,6 +79,21 @@ def label_sums(logits, labels, weights: jax.Array, smoothing: float = 0.0) -> Su
     return Sums(total(loss), total(nll), total(correct), jnp.sum(weights))
 
 
+def span_sums(logits_BxTx2, ends_Bx2, candidates_BxT, smoothing: float = 0.0) -> Sums:
+    """Computes the sums of a span's loss: the mean cross-entropy of its ends (int32, positions),
+    each by a softmax over the candidates. A row without candidates has no weight. A span is correct
+    if both ends are the most likely ones."""
+    allowed_BxTx1, weights_B = candidates_BxT[..., None], jnp.any(candidates_BxT, axis=1)
+    logp_BxTx2 = jax.nn.log_softmax(jnp.where(allowed_BxTx1, logits_BxTx2, -1e9), axis=1)
+    nll_Bx2 = -jnp.take_along_axis(logp_BxTx2, ends_Bx2[:, None], axis=1)[:, 0]
+    mean_Bx2 = jnp.mean(logp_BxTx2, axis=1, where=allowed_BxTx1 | ~weights_B[:, None, None])
+    loss_Bx2 = (1 - smoothing) * nll_Bx2 - smoothing * mean_Bx2
+    correct_B = jnp.all(jnp.argmax(logp_BxTx2, axis=1) == ends_Bx2, axis=1).astype(jnp.float32)
+    total = lambda x_B: jnp.sum(x_B * weights_B)
+    means = (jnp.mean(loss_Bx2, axis=1), jnp.mean(nll_Bx2, axis=1))
+    return Sums(*map(total, means), total(correct_B), jnp.sum(weights_B, dtype=jnp.float32))
+
+
 def _chunk(h_BxCxD, head: Head, targets_BxC, weights_BxC, smoothing: float, z_loss: float):
     """Returns the sums of one chunk, and its logits, log Z and target mask for the gradient."""
     logits_BxCxV = head(h_BxCxD)

@@ -20,7 +20,14 @@ from transformer.model.embedding import Head
 from transformer.model.masks import zigzag
 from transformer.parallel.sharding import BATCH, BATCH_AXES
 from transformer.training.config import TrainTask
-from transformer.training.loss import RouterSums, Sums, auto_chunks, cross_entropy, label_sums
+from transformer.training.loss import (
+    RouterSums,
+    Sums,
+    auto_chunks,
+    cross_entropy,
+    label_sums,
+    span_sums,
+)
 from transformer.training.state import TrainState
 
 _METHODS = {("tokens",): "features", ("labels",): "classify", ("tokens", "labels"): "both"}
@@ -53,6 +60,11 @@ class ModelOutputs:
         """Computes the cross-entropy of classes, one per sequence or one per token."""
         assert self.label_logits is not None
         return label_sums(self.label_logits, labels, weights, self.smoothing)
+
+    def span_loss(self, ends_Bx2: jax.Array, candidates_BxT: jax.Array) -> Sums:
+        """Computes the cross-entropy of the ends of spans, from logits [B, T, 2]."""
+        assert self.label_logits is not None
+        return span_sums(self.label_logits, ends_Bx2, candidates_BxT, self.smoothing)
 
 
 def run_model(

@@ -104,7 +104,7 @@ def _read(kind: _Kind, f: Fields, tensors: frozenset[str]) -> dict:
     id2label, num_labels = f.get("id2label"), 0
     if has("classifier."):  # config.json omits the default, two labels
         num_labels = len(id2label) if id2label is not None else f.get("num_labels") or 2
-    elif kind.next_sentence and has("cls.seq_relationship."):
+    elif has("qa_outputs.") or (kind.next_sentence and has("cls.seq_relationship.")):
         num_labels = 2
     head = has(kind.head)
     # RoBERTa's files may have a pooler besides their classifier, which Transformers ignores.
@@ -119,7 +119,8 @@ def _read(kind: _Kind, f: Fields, tensors: frozenset[str]) -> dict:
     return {
         **kind.fixed, "max_length": length, "position": position, "norm_placement": "post",
         "embedding_norm": True, "lm_head": head, "head_transform": head, "logit_bias": head,
-        "pooling": "cls" if pooler else "none", "pooler": pooler, "num_labels": num_labels,
+        "pooling": "cls" if pooler else "span" if has("qa_outputs.") else "none",
+        "pooler": pooler, "num_labels": num_labels,
         "tie_embeddings": f.get("tie_word_embeddings") or not head,
     }  # fmt: skip
 
@@ -137,6 +138,8 @@ def _write(kind: _Kind, c: ModelConfig) -> dict:
 def _architecture(kind: _Kind, c: ModelConfig) -> str:
     if kind.next_sentence and c.lm_head and c.num_labels == 2 and c.pooler:
         return "ForPreTraining"
+    if c.pooling == "span":
+        return "ForQuestionAnswering"
     if c.num_labels:
         return "ForSequenceClassification" if c.pooler else "ForTokenClassification"
     return "ForMaskedLM" if c.lm_head else "Model"
@@ -166,8 +169,8 @@ def _bert_weights(kind: _Kind, c: ModelConfig):
     if c.pooler:
         yield from linear(pooler, "classifier/pooler", bias=True)
     if c.num_labels:
-        pretraining = _architecture(kind, c) == "ForPreTraining"
-        labels = "cls.seq_relationship" if pretraining else labels
+        own = {"ForPreTraining": "cls.seq_relationship", "ForQuestionAnswering": "qa_outputs"}
+        labels = own.get(_architecture(kind, c), labels)
         yield from linear(labels, "classifier/labels", bias=True)
     if c.lm_head:
         yield from linear("cls.predictions.transform.dense", "unembedding/transform", bias=True)
@@ -195,7 +198,8 @@ FAMILIES = [
         model_type, f"{kind.title}{'ForPreTraining' if kind.next_sentence else 'ForMaskedLM'}",
         "encoder", *(functools.partial(f, kind) for f in (_read, _write, _weights)), kind.fields(),
         table=kind.tensor(_TABLE), special_tokens=kind.special_tokens, prefix=kind.tensor("bert."),
-        heads=("cls.", kind.head, "classifier."), copies=functools.partial(_copies, kind),
+        copies=functools.partial(_copies, kind),
+        heads=("cls.", kind.head, "classifier.", "qa_outputs."),
         # The first is 0, 1, 2, ...
         unused=(r".*embeddings\.position_ids", *[r"roberta\.pooler\.dense\..*"] * kind.after_pad),
     )

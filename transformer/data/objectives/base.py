@@ -124,6 +124,9 @@ class Outputs(Protocol):
     def label_loss(self, labels: jax.Array, weights: jax.Array) -> Loss:
         """Cross-entropy of classes, with `train.label_smoothing` in training."""
 
+    def span_loss(self, ends_Bx2: jax.Array, candidates_BxT: jax.Array) -> Loss:
+        """Mean cross-entropy of the first and the last position of a span, among candidates."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Objective:
