@@ -83,6 +83,11 @@ def roberta(prefix: str) -> list:
     ]  # fmt: skip
 
 
+def classifier(name: str, options: dict) -> tuple:
+    """Returns the case of a decoder that classifies sequences. One is shorter, with padding."""
+    return f"{name}ForSequenceClassification", options | {"num_labels": 3, "pad_token_id": 0}
+
+
 CASES = {
     "roberta": roberta("Roberta"),
     "xlm-roberta": roberta("XLMRoberta"),
@@ -131,6 +136,7 @@ CASES = {
             "layer_norm_epsilon": 1e-3, "scale_attn_by_inverse_layer_idx": True,
         }),
         ("GPT2LMHeadModel", GPT2 | {"tie_word_embeddings": False, "activation_function": "gelu"}),
+        classifier("GPT2", GPT2),
     ],
     "bloom": [
         ("BloomForCausalLM", {"hidden_size": 32, "n_layer": 3, "n_head": 4, "pad_token_id": 3}),
@@ -138,6 +144,7 @@ CASES = {
             "hidden_size": 36, "n_layer": 2, "n_head": 6, "pad_token_id": 3,
             "layer_norm_epsilon": 1e-3, "tie_word_embeddings": False,
         }),
+        classifier("Bloom", {"hidden_size": 32, "n_layer": 3, "n_head": 4}),
     ],
     "t5": [
         ("T5ForConditionalGeneration", T5),
@@ -221,6 +228,7 @@ CASES = {
                 "partial_rotary_factor": 1.0,
             },
         }),
+        classifier("GPTNeoX", ENCODERS_AND_DECODERS),
     ],
     "llama": [
         ("LlamaForCausalLM", LLAMA),
@@ -251,6 +259,7 @@ CASES = {
         ("LlamaForCausalLM", LLAMA | {"max_position_embeddings": 12, "rope_parameters": {
             "rope_theta": 100.0, "rope_type": "dynamic", "factor": 2.0,
         }}),
+        classifier("Llama", LLAMA),
     ],
     "mistral": [
         ("MistralForCausalLM", LLAMA | {"sliding_window": 5, "head_dim": 10}),
@@ -269,6 +278,7 @@ CASES = {
             "attention_bias": True, "use_sliding_window": True, "sliding_window": 4,
             "max_window_layers": 2,
         }),
+        classifier("Qwen3", LLAMA | {"head_dim": 12}),
     ],
     "smollm3": [
         ("SmolLM3ForCausalLM", LLAMA),
@@ -358,6 +368,7 @@ CASES = {
         ("Gemma2ForCausalLM", LLAMA | {
             "attn_logit_softcapping": None, "final_logit_softcapping": None, "attention_bias": True,
         }),
+        classifier("Gemma2", LLAMA | {"head_dim": 12, "sliding_window": 5}),
     ],
 }  # fmt: skip
 """Family -> (class, options that differ from its defaults)."""

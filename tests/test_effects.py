@@ -92,6 +92,7 @@ WITHOUT_EFFECT = {
     "model.random_positions": lambda: small("decoder", position="none", random_positions=50),
     "model.random_positions ": lambda: small("decoder", position="cope", random_positions=50),
     "model.pooling": lambda: small("decoder", pooling="mean"),
+    "model.label_bias": lambda: small("decoder", label_bias=False),
     "model.logit_bias": lambda: small("encoder", lm_head=False, num_labels=2, logit_bias=True),
     "model.pipeline_microbatches": lambda: experiment({"pipeline_microbatches": 2}),
     # Text.

@@ -1,13 +1,14 @@
 """A model family of Transformers: conversion of its config in both directions, and its weights."""
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from transformer.convert import special_tokens
-from transformer.convert.fields import ACTIVATIONS_BACK, Fields, field
+from transformer.convert.fields import ACTIVATIONS_BACK, Fields, field, write_labels
 from transformer.convert.weights import Copy, Shape, Weight, linear, same
 from transformer.errors import UserError
 from transformer.model import positions
@@ -21,6 +22,13 @@ TRAINING = frozenset(
     attention_backend""".split()  # noqa: SIM905
 )
 """Fields of ModelConfig that set how a model is trained and run. Outside configs may omit them."""
+
+_CLASSIFIES = "ForSequenceClassification"
+_CLASSIFIER = {
+    "lm_head": False, "pooling": "last", "label_bias": False, "tie_embeddings": True,
+    "logit_scale": 1.0, "logit_soft_cap": 0.0,
+}  # fmt: skip
+"""Fields of a decoder that classifies sequences: the last token's logits, of a layer `score`."""
 
 _RESOLVED = {
     "d_ff": "ff_size", "d_head": "head_size", "d_value": "value_size",
@@ -72,13 +80,20 @@ class Family:
         """Yields every tensor that holds parameters."""
         yield same(f"{self.table}.weight", "embedding/embedding")
         yield from self.weights(config)
-        if self.head and not config.tie_embeddings:
+        if self._classifies(config):
+            yield from linear("score", "classifier/labels", bias=False)
+        elif self.head and not config.tie_embeddings:
             yield from linear(self.head, "unembedding", bias=False)
 
     def all_copies(self, config: ModelConfig) -> tuple[Copy, ...]:
         """Returns the tensors that are copies of others, such as a tied head."""
         tied = (Copy(f"{self.head}.weight", f"{self.table}.weight"),)
-        return self.copies(config) + (tied if self.head and config.tie_embeddings else ())
+        has_copy = self.head and config.tie_embeddings and not self._classifies(config)
+        return self.copies(config) + (tied if has_copy else ())
+
+    def _classifies(self, config: ModelConfig) -> bool:
+        """Returns whether a decoder has a classifier instead of its head, as all families may."""
+        return self.ours == "decoder" and config.num_labels > 0
 
     def our_config(self, theirs: Mapping, tensors: frozenset[str], **ours) -> ModelConfig:
         """Returns the ModelConfig for a config.json; the fields in `ours` take precedence. Raises
@@ -88,7 +103,10 @@ class Family:
             fields.must("is_causal", True, "the decoder would attend to later tokens")
         read = self.read(fields, tensors)
         config = {"family": self.ours, "initializer": "normal", "embedding_init_std": 0.02}
-        config |= fields.paired() | read | ours
+        config |= fields.paired() | read
+        if self.ours == "decoder" and "score.weight" in tensors:
+            config |= _CLASSIFIER | {"num_labels": fields.num_labels()}
+        config |= ours
         config = special_tokens.read(theirs, self.special_tokens, config) | config
         fields.check_all_read()
         return ModelConfig(**config)
@@ -108,6 +126,9 @@ class Family:
             problem = f"{config.family!r} cannot be expressed by {self.model_type}"
             raise UserError(f"model.family: {problem}, which is {self.ours!r}")
         theirs = {"architectures": [self.architecture], "model_type": self.model_type}
+        if self._classifies(config):
+            classifier = re.sub("(ForCausalLM|LMHeadModel)$", _CLASSIFIES, self.architecture)
+            theirs |= {"architectures": [classifier]} | write_labels(config.num_labels)
         theirs |= special_tokens.write(config, self.special_tokens)
         theirs |= paired(self.fields, config) | self.write(config)
         tensors = frozenset(weight.theirs for weight in self.all_weights(config))

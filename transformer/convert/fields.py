@@ -112,6 +112,16 @@ def shown(value: Any) -> str:
     return reprlib.repr(value)
 
 
+LABELS = {"num_labels": optional(int), "id2label": optional(dict)}
+"""Fields of every config class, which name the classes of a classifier."""
+
+
+def write_labels(number: int) -> dict:
+    """Returns the fields of config.json for a classifier."""
+    names = {str(i): f"LABEL_{i}" for i in range(number)}
+    return {"id2label": names, "label2id": {name: int(i) for i, name in names.items()}}
+
+
 class Fields:
     """The fields of one config.json, or of an object inside it. `table` maps the fields that the
     family reads to their defaults. `aliases` maps other names of some of these fields to the names
@@ -125,7 +135,7 @@ class Fields:
     ):  # fmt: skip
         values = dict(values)
         self.family, self._inside, self._seen = family, inside, set()
-        self.table = {name: field(default) for name, default in table.items()}
+        self.table = {name: field(default) for name, default in (LABELS | table).items()}
         for alias, name in aliases.items():
             if alias in values:
                 value = values.pop(alias)
@@ -184,6 +194,11 @@ class Fields:
         if kinds is not None and len(kinds) != layers:
             raise self.error("layer_types", f"has {len(kinds)} entries for {layers} layers")
         return kinds
+
+    def num_labels(self) -> int:
+        """Returns the number of classes of a classifier. Files omit the default, two."""
+        names = self.get("id2label")
+        return self.get("num_labels") or 2 if names is None else len(names)
 
     def has(self, name: str) -> bool:
         """Returns whether the field is present and not null."""

@@ -33,7 +33,7 @@ class Tensors:
                 problem = f"weight_map and {printable(file)} disagree about {differing}"
                 raise UserError(f"{directory / index}: {problem}")
             where |= dict.fromkeys(present, opened)
-        prefix, heads = family.prefix, (f"{family.head}.", *family.heads)
+        prefix, heads = family.prefix, (f"{family.head}.", "score.", *family.heads)
         lacks_prefix = prefix and not any(key.startswith(prefix) for key in where)
         name = lambda key: prefix + key if lacks_prefix and not key.startswith(heads) else key
         self._stored = {name(key): (file, key) for key, file in where.items()}

@@ -109,6 +109,7 @@ class ModelConfig:
     pooling: str = "none"
     pooler: bool = False  # apply tanh(h W + b) to the pooled hidden state (BERT)
     num_labels: int = 0  # outputs of the classifier; 0: no classifier
+    label_bias: bool = True  # the classifier has a bias
     embedding_scale: bool = False  # multiply embeddings by sqrt(d_model)
 
     dropout: float = 0.0  # rate on sublayers' outputs and on the sum of embeddings and positions

@@ -98,6 +98,7 @@ EFFECTS = (
     Effect(("init_std",), "model.initializer='normal'", lambda c: c.initializer == "normal"),
     Effect(("tie_embeddings", "logit_bias", "logit_scale", "logit_soft_cap", "head_transform"),
            "model.lm_head=True", lambda c: c.lm_head),
+    Effect(("label_bias",), "labels: model.num_labels", lambda c: c.num_labels),
     Effect(("pooling",), "labels: model.num_labels or model.pooler",
            lambda c: c.is_encoder_decoder or c.num_labels or c.pooler),
 )  # fmt: skip

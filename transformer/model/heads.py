@@ -40,7 +40,7 @@ class Classifier(nn.Module):
         if cfg.pooler:
             self.pooler = Linear(cfg, (cfg.d_model,), ("embed", "transform"), True)
         if cfg.num_labels:
-            self.labels = Linear(cfg, (cfg.num_labels,), ("embed", None), True)
+            self.labels = Linear(cfg, (cfg.num_labels,), ("embed", None), cfg.label_bias)
 
     def pool(self, h_BxTxD: jax.Array, tokens: Tokens) -> jax.Array:
         """Returns h_pooled: [B, D], or [B, T, D] without pooling."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from transformer.convert.family import Family
-from transformer.convert.fields import Fields, changed, count, field, optional, positive
+from transformer.convert.fields import Fields, changed, count, field, positive, write_labels
 from transformer.convert.rope import options
 from transformer.convert.weights import Copy, attention, linear, norm, same
 from transformer.errors import UserError
@@ -24,8 +24,7 @@ _FIELDS = {
     "layer_norm_eps": positive(1e-12, "norm_epsilon"), "hidden_act": field("gelu", "activation"),
     "tie_word_embeddings": field(True, "tie_embeddings"),
     "hidden_dropout_prob": field(0.1, "dropout"),
-    "attention_probs_dropout_prob": field(0.1, "attention_dropout"), "num_labels": optional(int),
-    "id2label": optional(dict),
+    "attention_probs_dropout_prob": field(0.1, "attention_dropout"),
 }  # fmt: skip
 
 
@@ -101,10 +100,8 @@ def _read(kind: _Kind, f: Fields, tensors: frozenset[str]) -> dict:
         problem = f"{f.family} classifies sequences with a ReLU, which is not supported"
         raise UserError(f"pre_classifier: {problem}; load an encoder without labels")
     f.ignore("sinusoidal_pos_embds", "qa_dropout", "seq_classif_dropout")
-    id2label, num_labels = f.get("id2label"), 0
-    if has("classifier."):  # config.json omits the default, two labels
-        num_labels = len(id2label) if id2label is not None else f.get("num_labels") or 2
-    elif has("qa_outputs.") or (kind.next_sentence and has("cls.seq_relationship.")):
+    num_labels = f.num_labels() if has("classifier.") else 0
+    if has("qa_outputs.") or (kind.next_sentence and has("cls.seq_relationship.")):
         num_labels = 2
     head = has(kind.head)
     # RoBERTa's files may have a pooler besides their classifier, which Transformers ignores.
@@ -129,10 +126,7 @@ def _write(kind: _Kind, c: ModelConfig) -> dict:
     offset = options(c.position).get("offset", 0) if kind.after_pad else 0
     architecture = f"{kind.title}{_architecture(kind, c)}"
     theirs = {"architectures": [architecture], "max_position_embeddings": c.max_length + offset}
-    if architecture.endswith("Classification"):
-        theirs["id2label"] = {str(i): f"LABEL_{i}" for i in range(c.num_labels)}
-        theirs["label2id"] = {label: int(i) for i, label in theirs["id2label"].items()}
-    return theirs
+    return theirs | (write_labels(c.num_labels) if "Classification" in architecture else {})
 
 
 def _architecture(kind: _Kind, c: ModelConfig) -> str:
