@@ -148,6 +148,7 @@ CASES = {
     ],
     "t5": [
         ("T5ForConditionalGeneration", T5),
+        ("T5EncoderModel", T5 | {"feed_forward_proj": "gated-gelu"}),
         ("T5ForConditionalGeneration", T5 | {
             "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False,
         }),

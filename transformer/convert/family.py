@@ -24,10 +24,8 @@ TRAINING = frozenset(
 """Fields of ModelConfig that set how a model is trained and run. Outside configs may omit them."""
 
 _CLASSIFIES = "ForSequenceClassification"
-_CLASSIFIER = {
-    "lm_head": False, "pooling": "last", "label_bias": False, "tie_embeddings": True,
-    "logit_scale": 1.0, "logit_soft_cap": 0.0,
-}  # fmt: skip
+_NO_HEAD = {"lm_head": False, "tie_embeddings": True, "logit_scale": 1.0, "logit_soft_cap": 0.0}
+_CLASSIFIER = _NO_HEAD | {"pooling": "last", "label_bias": False}
 """Fields of a decoder that classifies sequences: the last token's logits, of a layer `score`."""
 
 _RESOLVED = {
@@ -55,8 +53,9 @@ class Family:
 
     `aliases` are other names of `fields`, besides the three that every config class has. `prefix`
     is an optional prefix of tensor names (GPT-2's files on the hub omit it); names that begin with
-    `head` or one of `heads` never have it. `source_begins` is whether a source begins with the bos
-    token. `special_tokens` are Transformers' defaults of those missing from config.json."""
+    `head` or one of `heads` never have it. `encoder` is the class of the encoder alone, if there is
+    one. `source_begins` is whether a source begins with the bos token. `special_tokens` are
+    Transformers' defaults of those missing from config.json."""
 
     model_type: str
     architecture: str
@@ -73,6 +72,7 @@ class Family:
     copies: Callable[[ModelConfig], tuple[Copy, ...]] = lambda config: ()
     constants: Mapping[str, Constant] = dataclasses.field(default_factory=dict)
     unused: tuple[str, ...] = ()
+    encoder: str = ""
     source_begins: bool = False
     special_tokens: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
@@ -106,6 +106,9 @@ class Family:
         config |= fields.paired() | read
         if self.ours == "decoder" and "score.weight" in tensors:
             config |= _CLASSIFIER | {"num_labels": fields.num_labels()}
+        if self.encoder and not any(name.startswith("decoder.") for name in tensors):
+            config |= _NO_HEAD | {"family": "encoder"}
+            del config["num_decoder_layers"]
         config |= ours
         config = special_tokens.read(theirs, self.special_tokens, config) | config
         fields.check_all_read()
@@ -122,10 +125,12 @@ class Family:
 
     def their_config(self, config: ModelConfig) -> dict:
         """Returns the config.json of a ModelConfig. UserError names a field it cannot express."""
-        if config.family != self.ours:
+        alone = self.encoder and config.family == "encoder"
+        if config.family != self.ours and not alone:
             problem = f"{config.family!r} cannot be expressed by {self.model_type}"
             raise UserError(f"model.family: {problem}, which is {self.ours!r}")
-        theirs = {"architectures": [self.architecture], "model_type": self.model_type}
+        architecture = self.encoder if alone else self.architecture
+        theirs = {"architectures": [architecture], "model_type": self.model_type}
         if self._classifies(config):
             classifier = re.sub("(ForCausalLM|LMHeadModel)$", _CLASSIFIES, self.architecture)
             theirs |= {"architectures": [classifier]} | write_labels(config.num_labels)

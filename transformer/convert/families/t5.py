@@ -97,7 +97,7 @@ FAMILIES = [
         model_type, f"{model_type.upper()}ForConditionalGeneration", "encoder_decoder", _read,
         _write, _weights, changed(_FIELDS, changes), table="shared",
         special_tokens={"pad_token_id": 0, "eos_token_id": 1} | start, aliases={"head_dim": "d_kv"},
-        copies=lambda c: _COPIES,
+        copies=lambda c: _COPIES, encoder=f"{model_type.upper()}EncoderModel",
         # Transformers never reads it.
         unused=(r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",),
     )
