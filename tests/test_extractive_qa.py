@@ -9,6 +9,7 @@ from test_objectives import data_of, experiment
 from transformer.data.objectives.classification import ExtractiveQA
 from transformer.data.pipeline import open_data
 from transformer.errors import UserError
+from transformer.lab.guard import facts
 from transformer.training.step import ModelOutputs
 
 
@@ -59,3 +60,8 @@ def test_text_without_the_tag_of_answers_raises(tmp_path):
         open_data(experiment(tmp_path, "extractive_qa", "encoder", span, packing=False)).batches(
             "train"
         )
+
+
+def test_programs_are_known_without_text(text):
+    fields = {"num_labels": 2, "pooling": "span", "lm_head": False}
+    assert facts(experiment(text, "extractive_qa", "encoder", fields, packing=False)).flops > 0

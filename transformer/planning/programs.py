@@ -204,6 +204,7 @@ class _SyntheticStore:
         short = max(min(config.data.length, config.data.decoder_length) // 2, 2)
         self._lengths = np.array([short, config.data.length] * 8)
         self._per_text = config.objective.columns[-1] == "label"
+        self.meta = {"classes": ["-", "answer"]}
         special = {"pad": 0, "bos": 1, "eos": 2, "mask": None, "source_prefix_ids": []}
         pieces = {"text_ids": np.array([3]), "starts_word": np.ones(size, bool)}
         pieces |= {"vocab_size": size, "find": lambda piece: None}
