@@ -15,7 +15,7 @@ from transformer.lab.page import Section
 from transformer.lab.profiles import measured_text
 from transformer.lab.report_tuning import Tuning
 from transformer.lab.results import Results, RunResult
-from transformer.lab.study import Study, load_study
+from transformer.lab.study import load_study
 from transformer.lab.tuning import search
 from transformer.lab.verdict import Verdict, derive_verdict
 from transformer.output import count, event
@@ -54,7 +54,7 @@ def sections(verdict: Verdict) -> list[Section]:
     seeds = {"by_arm": shown.pop("by_arm")} if len(shown) > 1 else {}
     timed = {"loss_by_time": curves.pop("loss_by_time")} if "loss_by_time" in curves else {}
     disturbed, other = tables.disturbances(results), tables.measured(verdict)
-    study, evaluated, costs = study_of(results), [], tables.cost(verdict, not disturbed)
+    study, evaluated, costs = results.study, [], tables.cost(verdict, not disturbed)
     about_costs = tables.COST + tables.PLANNED * ("kernels" in costs[0])
     for name in dict.fromkeys(x.evaluator for x in verdict.profiles):
         profiles = [x for x in verdict.profiles if x.evaluator == name]
@@ -170,7 +170,7 @@ def _reads(run: RunResult) -> tuple:
 
 def provenance(results: Results) -> list[tuple[str, str]]:
     """Returns a table of file, code, versions, devices, test text and tokenizer."""
-    runs, study = results.runs, study_of(results)
+    runs, study = results.runs, results.study
     recorded = lambda key: sorted({str(run.manifest.get(key, "")) for run in runs} - {""})
     joined = lambda texts: ", ".join(sorted(texts))
     pairs = []
@@ -197,7 +197,7 @@ def provenance(results: Results) -> list[tuple[str, str]]:
 def reproduction_commands(results: Results) -> str:
     """Returns the commands that reproduce the report."""
     compare = ["python", "-m", "transformer", "compare", *map(str, results.folders)]
-    sweep = (study := study_of(results)) and study.sweep
+    sweep = (study := results.study) and study.sweep
     if not sweep or sweep.metric != results.sweep.metric:
         compare.append(f"--metric={results.sweep.metric}")
     if not sweep or sweep.baseline != results.sweep.baseline:
@@ -211,9 +211,3 @@ def reproduction_commands(results: Results) -> str:
     options += [f"--config.{key}={value}" for key, value in study.overrides.items()]
     command = ["python", "-m", "transformer", "sweep", *options, f"--workdir={results.folders[0]}"]
     return f"{shlex.join(command)}\n{shlex.join(compare)}"
-
-
-def study_of(results: Results) -> Study | None:
-    """Returns the study of a sweep; None for runs that are not of one."""
-    is_sweep = len(results.folders) == 1 and (results.folders[0] / "sweep.json").exists()
-    return load_study(results.folders[0]) if is_sweep else None

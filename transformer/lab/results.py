@@ -15,7 +15,7 @@ from transformer.errors import UserError, nearest
 from transformer.evaluation.evaluators.base import measures
 from transformer.files import read_json
 from transformer.lab.guard import allowed_facts
-from transformer.lab.study import load_study
+from transformer.lab.study import Study, load_study
 from transformer.mapping import to_mapping
 from transformer.output import count, listed
 from transformer.runs.metrics import parse_metrics
@@ -149,6 +149,7 @@ class Results(NamedTuple):
     arms: Mapping[str, Arm]  # the baseline first
     left_out: tuple[str, ...]
     folders: tuple[Path, ...]
+    study: Study | None = None  # of a sweep; None for runs that are not of one
 
     @property
     def predicts_tokens(self) -> bool:
@@ -168,7 +169,8 @@ def read(
     studies = [folder for folder in folders if (folder / "sweep.json").exists()]
     if studies and len(folders) > 1:
         raise UserError(f"compare: {studies[0]} is a sweep; pass either one sweep or several runs")
-    sweep, arms, left_out = _of_study(folders[0]) if studies else _of_runs(folders)
+    study = load_study(folders[0]) if studies else None
+    sweep, arms, left_out = _of_study(study) if study else _of_runs(folders)
     if not any(arm.runs for arm in arms.values()):
         raise UserError(f"compare: nothing to compare: {listed(left_out, 1, last=', ')}")
     decider = metric or sweep.metric
@@ -181,20 +183,18 @@ def read(
     if baseline and baseline not in arms:
         raise UserError(f"--baseline: no arm {baseline!r}; {nearest(baseline, arms)}")
     sweep = dataclasses.replace(sweep, baseline=baseline or sweep.baseline)
-    arms = {sweep.baseline: arms[sweep.baseline]} | arms
-    arms, incomparable = _comparable(arms, sweep)
-    left_out += incomparable
+    arms = _comparable({sweep.baseline: arms[sweep.baseline]} | arms, sweep, left_out)
     for arm in arms.values():
         for seed, run in arm.runs.items():
             if run.diverged is None and not math.isfinite(run.outcome(sweep.metric)):
                 reason = f"{sweep.metric} {run.lacks(sweep.metric)}"
                 left_out.append(f"{arm.name}, seed {seed}: {reason}")
     title = folders[0].resolve().name if len(folders) == 1 else count(len(arms), "arm")
-    return Results(sweep.question or title, sweep, arms, tuple(left_out), tuple(folders))
+    return Results(sweep.question or title, sweep, arms, tuple(left_out), tuple(folders), study)
 
 
-def _of_study(folder: Path) -> tuple[Sweep, dict[str, Arm], list[str]]:
-    study, left_out, arms = load_study(folder), [], {}
+def _of_study(study: Study) -> tuple[Sweep, dict[str, Arm], list[str]]:
+    left_out, arms = [], {}
     for name, changes in study.sweep.arms.items():
         runs = {}
         for run in (run for run in study.runs if run.arm == name):
@@ -271,10 +271,10 @@ def load_run(folder: Path, left_out: list[str], name: str) -> RunResult | None:
     return RunResult(folder, config, tuple(lines), manifest, tested)
 
 
-def _comparable(arms: dict[str, Arm], sweep: Sweep) -> tuple[dict[str, Arm], list[str]]:
-    """Leaves out runs that were evaluated differently, without declaration, and returns reasons."""
-    first = next(run for arm in (arms[sweep.baseline], *arms.values()) for run in arm.runs.values())
-    comparable, left_out = {}, []
+def _comparable(arms: dict[str, Arm], sweep: Sweep, left_out: list[str]) -> dict[str, Arm]:
+    """Leaves out runs that were evaluated differently, without declaration. Adds the reasons to
+    `left_out`. The first arm is the baseline."""
+    first, comparable = next(run for arm in arms.values() for run in arm.runs.values()), {}
     for name, arm in arms.items():
         # A damaged manifest may contain NaN, which differs from itself.
         others = {seed: run for seed, run in arm.runs.items() if run is not first}
@@ -282,7 +282,7 @@ def _comparable(arms: dict[str, Arm], sweep: Sweep) -> tuple[dict[str, Arm], lis
         left_out += [f"{name}, seed {n}: {x}, and cannot be compared" for n, x in why.items()]
         runs = {seed: run for seed, run in arm.runs.items() if seed not in why}
         comparable[name] = arm._replace(runs=runs)
-    return comparable, left_out
+    return comparable
 
 
 def _why_not(run: RunResult, first: RunResult, sweep: Sweep) -> str | None:
