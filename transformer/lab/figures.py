@@ -20,7 +20,7 @@ from transformer.lab.formatting import signed, spell_range
 from transformer.lab.profiles import Profile
 from transformer.lab.results import Arm, Results
 from transformer.lab.statistics import Mean, mean
-from transformer.lab.verdict import Verdict
+from transformer.lab.verdict import Row, Verdict
 from transformer.output import human_count
 from transformer.units import bounds, kind
 
@@ -50,12 +50,13 @@ def caption_of(name: str, results: Results) -> str:
 def answer(verdict: Verdict) -> Drawings:
     """Returns the figures that show the verdict: differences from the baseline, and values."""
     results, rows, pictures = verdict.results, verdict.rows, {}
-    if any(row.to_baseline and row.to_baseline.mean.count > 1 for row in rows.values()):
+    compared = {n: x for n, x in rows.items() if x.to_baseline and x.to_baseline.mean.count > 1}
+    if compared:
         caption = (
             f"Difference from {results.sweep.baseline}, paired by seed: each seed (dots), and the "
             "mean with its 95 % interval. Filled: a detectable difference."
         )
-        pictures["differences"] = (caption, _differences(verdict))
+        pictures["differences"] = (caption, _differences(compared, verdict))
     metric = results.sweep.metric
     if values := {name: x for name, row in rows.items() if (x := row.arm.values(metric))}:
         pictures["by_arm"] = (f"{metric} by arm: {SEEDS}.", _paired({metric: values}, verdict, ""))
@@ -186,15 +187,14 @@ def new_figure(height: float, **properties) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def _differences(verdict: Verdict) -> Figure:
-    rows, sweep = verdict.rows, verdict.results.sweep
-    compared = {n: x for n, x in rows.items() if x.to_baseline and x.to_baseline.mean.count > 1}
+def _differences(compared: Mapping[str, Row], verdict: Verdict) -> Figure:
+    sweep, style = verdict.results.sweep, styles(list(verdict.rows))
     figure, axes = new_figure(1.1 + 0.46 * len(compared))
     axes.axvline(0, color="black", linewidth=1)
-    labels, style = [], styles(list(rows))
+    labels = []
     for y, (name, row) in enumerate(compared.items()):
         x, look = row.to_baseline.mean, {k: style[name][k] for k in ("color", "marker")}
-        for seed, value in row.differences.items():
+        for seed, value in row.to_baseline.by_seed.items():
             dot = {"color": look["color"], "alpha": 0.7, "markersize": 3.5}
             axes.plot(value, y + 0.2, "o", gid=f"{name}, seed {seed}: {{x:+.4g}}", **dot)
         labels.append(f"{name}\n{signed(x.mean, x.half)} [{spell_range(x)}]")

@@ -38,6 +38,7 @@ class Difference(NamedTuple):
     # Of a two-sided paired t-test, corrected or not. NaN for fewer than two seeds, and if a nonzero
     # difference is the same in all seeds: rounding causes this, and no spread is no evidence.
     p: float
+    by_seed: dict[int, float]
 
     @property
     def is_detectable(self) -> bool:
@@ -59,13 +60,15 @@ def mean(values: Sequence[float], bounds: tuple[float, float] = (-math.inf, math
 
 def difference(arm: dict[int, float], baseline: dict[int, float]) -> Difference:
     """Returns arm - baseline, both given as seed -> value. p is NaN if it is undefined."""
-    pairs = [arm[seed] - baseline[seed] for seed in sorted(arm.keys() & baseline.keys())]
-    if len(pairs) < 2:
-        return Difference(mean(pairs), math.nan)
-    largest = max(map(abs, (*arm.values(), *baseline.values())))  # t divides by the spread
-    if np.ptp(pairs) <= ROUNDING * largest:
-        return Difference(mean(pairs), 1.0 if not any(pairs) else math.nan)
-    return Difference(mean(pairs), float(stats.ttest_1samp(pairs, 0.0).pvalue))
+    by_seed = {seed: arm[seed] - baseline[seed] for seed in sorted(arm.keys() & baseline.keys())}
+    pairs, p = list(by_seed.values()), math.nan
+    if len(pairs) > 1:
+        largest = max(map(abs, (*arm.values(), *baseline.values())))  # t divides by the spread
+        if np.ptp(pairs) > ROUNDING * largest:
+            p = float(stats.ttest_1samp(pairs, 0.0).pvalue)
+        elif not any(pairs):
+            p = 1.0
+    return Difference(mean(pairs), p, by_seed)
 
 
 def corrected(differences: dict[str, Difference]) -> dict[str, Difference]:

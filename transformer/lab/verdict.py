@@ -24,7 +24,6 @@ class Row(NamedTuple):
     arm: Arm
     value: Mean  # of the metric, over finished seeds
     to_baseline: Difference | None  # arm - baseline; None for the baseline
-    differences: Mapping[int, float]  # the same for each seed
     outcome: str  # baseline, better, worse, undetected or untested
     reaches: list[float]  # by seed: share of the baseline's steps until its final value, or NaN
 
@@ -43,18 +42,16 @@ class Verdict(NamedTuple):
 
 def derive_verdict(results: Results) -> Verdict:
     """Computes means, differences from the baseline, effects, and the sentences on them."""
-    sweep, arms = results.sweep, results.arms
+    sweep, arms, metric = results.sweep, results.arms, results.sweep.metric
     base, sign = arms[sweep.baseline], -1.0 if sweep.higher_is_better else 1.0
-    values = {name: arm.values(sweep.metric) for name, arm in arms.items()}
+    values = {name: arm.values(metric) for name, arm in arms.items()}
     others = arms.keys() - {base.name}
     to_base = corrected({arm: difference(values[arm], values[base.name]) for arm in others})
     rows, progress = {}, validated(results)
     for name, arm in arms.items():
-        versus, common = to_base.get(name), values[name].keys() & values[base.name].keys()
-        each = {seed: values[name][seed] - values[base.name][seed] for seed in sorted(common)}
-        value = mean(list(values[name].values()), bounds(sweep.metric))
+        value, versus = mean(list(values[name].values()), bounds(metric)), to_base.get(name)
         reaches = _reaches(arm, base, progress, 1.0 if progress == "eval/loss" else sign)
-        rows[name] = Row(arm, value, versus, each, _outcome(versus, sign), reaches)
+        rows[name] = Row(arm, value, versus, _outcome(versus, sign), reaches)
     scanned, cells = tuple(effects.scans(results)), effects.cells_of(results, values)
     found = effects.effects_of(cells, {scan.field for scan in scanned})
     # With many arms, the sentences on the scans replace those on each scanned arm.
@@ -115,17 +112,18 @@ def _verdict(results: Results, rows: Mapping[str, Row], scanned: Sequence[Scan])
         best = [f"{x.best:g}{f' with {x.setting}' * bool(x.setting)}" for x in scanned]
         fields = " and ".join(dict.fromkeys(effects.short(x.field) for x in scanned))
         return f"The best {fields} by {metric} is {_listed(best)}."
-    compared = {name: (rows[name], rows[name].to_baseline) for name in finished if name != base}
-    tested = [versus for row, versus in compared.values() if row.outcome != "untested"]
+    compared = {name: rows[name] for name in finished if name != base}
+    differences = [row.to_baseline for row in compared.values()]
+    tested = [versus for versus in differences if not math.isnan(versus.p)]
     if not tested:
         why = "the variation between seeds is unknown, because no two arms share two seeds"
-        if any(versus.mean.count > 1 for _, versus in compared.values()):
+        if any(versus.mean.count > 1 for versus in differences):
             equal = f"each arm differs from {base} by the same in every seed"
             why = f"{equal}, so a t-test has no spread"
         return f"No conclusion is possible: {why}."
-    if all(not any(row.differences.values()) for row, _ in compared.values()):
+    if not any(x for versus in differences for x in versus.by_seed.values()):
         return f"By {metric}, all arms are equal in every seed: {spell(rows[base].value)}."
-    clauses = _clauses(results, {name: row for name, (row, _) in compared.items()})
+    clauses = _clauses(results, compared)
     if gone := [name for name, row in rows.items() if row.arm.diverged and not row.value.count]:
         clauses.append(f"{_listed(gone)} diverged in every seed")
     seeds = " or ".join(map(str, sorted({versus.mean.count for versus in tested})))
