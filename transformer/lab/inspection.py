@@ -144,14 +144,11 @@ def _segment(config, tokenizer: Tokenizer, text: str, answer: str) -> tuple[Segm
 
 def _maps(subject: Subject, watched: dict, tokens_of: dict[str, list[str]]) -> list[Map]:
     """Returns the maps of each kind of attention: encoder, decoder, then cross-attention."""
-    config, by_sublayer = subject.config.model, {}
-    weights, statistics = flatten(watched["maps"]), flatten(watched["heads"])
-    statistics_at = where(config, statistics)
-    for name, (path, index) in where(config, weights).items():
+    weights, statistics, by_sublayer = flatten(watched["maps"]), flatten(watched["heads"]), {}
+    for name, (path, index) in where(subject.config.model, weights).items():
         side, layer, sublayer = split_layer_path(name)
-        statistics_path, statistics_index = statistics_at[name.removesuffix("weights") + "heads"]
-        numbers = statistics[statistics_path][0].items()
-        of_layer = {key: part(x, statistics_index) for key, x in numbers if key != "repeated"}
+        numbers = statistics[path.removesuffix("weights") + "heads"][0].items()
+        of_layer = {key: part(x, index) for key, x in numbers if key != "repeated"}
         layers = by_sublayer.setdefault((side, sublayer.removesuffix("/weights")), {})
         layers[layer] = part(weights[path][0], index)[0], of_layer
     maps, rank = [], lambda key: (key[0] != "encoder", key[1] == "cross_attention")
