@@ -55,12 +55,11 @@ def ladder(
         for point in product(arms, Grid((size,))).points:
             own = matrix_parameters(changed(config, point.changes).model)
             arm = point.name.removesuffix(f"-{size.name}")
-            rungs[point.name] = {"arm": arm, "size": size.name, "N": own, "held_out": False}
+            rungs[point.name] = {"arm": arm, "size": size.name, "N": own}
             points.append(Point(point.name, {**point.changes, **derived}, point.called))
         reached += [(N, end * tokens, size.name) for end in (*ends, steps)]
     held = max(reached)[2] if hold_out else ""
-    for rung in rungs.values():
-        rung["held_out"] = rung["size"] == held
+    rungs = {name: rung | {"held_out": rung["size"] == held} for name, rung in rungs.items()}
     sweep = Sweep(Grid(tuple(points)), ladder=rungs, **options)
     kept = [x for x in reached if x[2] != held]
     N_P, D_P = np.array([x[:2] for x in kept], np.float64).reshape(-1, 2).T

@@ -110,7 +110,6 @@ def _loop(group: _Group, mesh: Mesh, stopped: Callable[[int], bool]) -> None:
 
     def finish_step(n: int, run: Run) -> None:
         """Gives the run its own state, and evaluates or saves it if that is due."""
-        run.recorder.flush()
         state = jax.tree.map(lambda x: np.array(x[n]), host)
         run.state = jax.device_put(state, NamedSharding(mesh, P()))
         if run.evaluation_due() and not stop:
