@@ -5,7 +5,7 @@ from studies import configs_and_facts, experiment
 
 from transformer import Sweep, UserError, arms, vary
 from transformer.lab import guard
-from transformer.lab.built import twins
+from transformer.lab.guard import twins
 
 ROTARY = {"name": "rotary", "theta": 10_000.0}
 
