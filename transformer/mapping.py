@@ -51,10 +51,11 @@ def apply_overrides(config, overrides: Mapping[str, str]):
     return build(type(config), to_mapping(config), overrides)
 
 
-def build(cls, tree: dict, overrides: Mapping[str, str]):
-    """Builds the dataclass `cls` from nested dicts and overrides like {"model.d_model": "256"}."""
-    for key, text in overrides.items():
-        override(tree, key, text, cls)
+def build(cls, tree: dict, overrides: Mapping[str, object], prefix: str = "--config."):
+    """Builds the dataclass `cls` from nested dicts and overrides like {"model.d_model": "256"}.
+    `prefix` precedes their fields in errors."""
+    for key, value in overrides.items():
+        override(tree, key, value, cls, prefix)
     return from_mapping(cls, tree)
 
 

@@ -20,7 +20,7 @@ import optax
 from transformer.config import Experiment, MeshConfig, OptimizerConfig
 from transformer.errors import UserError
 from transformer.evaluation.evaluators import EVALUATORS
-from transformer.mapping import from_mapping, override, to_mapping
+from transformer.mapping import build, to_mapping
 from transformer.model.network import abstract_params
 from transformer.parallel.mesh import use
 from transformer.planning.model_flops import model_flops
@@ -103,10 +103,7 @@ def facts(config: Experiment) -> Facts:
 
 def changed(config, changes: Mapping[str, object], prefix: str = "sweep: ") -> Experiment:
     """Returns an experiment with other values of some fields. Raises UserError for invalid ones."""
-    tree = to_mapping(config)
-    for field, value in changes.items():
-        override(tree, field, value, Experiment, prefix)
-    return from_mapping(Experiment, tree)
+    return build(Experiment, to_mapping(config), changes, prefix)
 
 
 def warmup(config: Experiment) -> str:
