@@ -6,16 +6,15 @@ import math
 from transformer.lab.statistics import Mean
 
 
-def digits(half: float, x: float = 1.0) -> int:
-    """Returns the number of decimals that show two significant digits of the half-width. Without an
-    interval: three decimals, or two significant digits of a small x."""
-    scale = half if math.isfinite(half) and half > 0 else min(abs(x) or 0.01, 0.01)
-    return max(0, 1 - math.floor(math.log10(scale)))
-
-
 def number(x: float, half: float = math.nan, sign: str = "") -> str:
-    """Formats a number with the decimals of `digits`, and with its sign if `sign` is "+"."""
-    return "-" if math.isnan(x) else f"{x:{sign},.{digits(half, x)}f}"
+    """Formats a number, with its sign if `sign` is "+", and with the decimals that show two
+    significant digits of the half-width. Without an interval: three decimals, or two significant
+    digits of a small x."""
+    if math.isnan(x):
+        return "-"
+    scale = half if math.isfinite(half) and half > 0 else min(abs(x) or 0.01, 0.01)
+    decimals = max(0, 1 - math.floor(math.log10(scale)))
+    return f"{x:{sign},.{decimals}f}"
 
 
 signed = functools.partial(number, sign="+")

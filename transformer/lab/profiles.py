@@ -109,7 +109,8 @@ def measured_text(results: Results, metric: str) -> str:
 def _line(arm: Arm, pattern: re.Pattern, when: str) -> dict[int, Mean]:
     """Returns place -> mean over seeds, and over metrics with the same place, such as heads."""
     runs = [run for run in arm.runs.values() if run.diverged is None or when == "first"]
-    value_of = RunResult.first if when == "first" else RunResult.outcome
+    first = lambda run, key: next(iter(run.values(key)), math.nan)
+    value_of = first if when == "first" else RunResult.outcome
     places: dict[int, list[str]] = {}
     for key in sorted({key for run in runs for key in run.names}):
         if match := pattern.fullmatch(key):

@@ -74,10 +74,6 @@ class RunResult(NamedTuple):
     def values(self, name: str) -> list[float]:
         return [float(line[name]) for line in self.lines if name in line]
 
-    def first(self, name: str) -> float:
-        """Returns the first value of a metric, or NaN if there is none."""
-        return next(iter(self.values(name)), math.nan)
-
     def last(self, name: str) -> float:
         """Returns the last value of a metric, or NaN if there is none."""
         return next(reversed(self.values(name)), math.nan)

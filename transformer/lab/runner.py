@@ -267,8 +267,7 @@ class Table:
         self._printed, self._first = self._began, None
         self._started: dict[str, float] = {}  # when a run was first seen starting
         self._steps = {run.name: run.config.train.steps for run in study.runs}
-        flops = {run.name: study.facts[run.arm].flops_per_step for run in study.runs}
-        self._work = [flops[name] * steps for name, steps in self._steps.items()]
+        self._work = [study.facts[x.arm].flops_per_step * x.config.train.steps for x in study.runs]
 
     def show(self, last: bool = False) -> None:
         if not last and time.monotonic() - self._last < 2:
