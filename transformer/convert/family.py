@@ -23,7 +23,6 @@ TRAINING = frozenset(
 )
 """Fields of ModelConfig that set how a model is trained and run. Outside configs may omit them."""
 
-_CLASSIFIES = "ForSequenceClassification"
 _NO_HEAD = {"lm_head": False, "tie_embeddings": True, "logit_scale": 1.0, "logit_soft_cap": 0.0}
 _CLASSIFIER = _NO_HEAD | {"pooling": "last", "label_bias": False}
 """Fields of a decoder that classifies sequences: the last token's logits, of a layer `score`."""
@@ -132,8 +131,9 @@ class Family:
         architecture = self.encoder if alone else self.architecture
         theirs = {"architectures": [architecture], "model_type": self.model_type}
         if self._classifies(config):
-            classifier = re.sub("(ForCausalLM|LMHeadModel)$", _CLASSIFIES, self.architecture)
-            theirs |= {"architectures": [classifier]} | write_labels(config.num_labels)
+            title = re.sub("(ForCausalLM|LMHeadModel)$", "", architecture)
+            theirs["architectures"] = [f"{title}ForSequenceClassification"]
+            theirs |= write_labels(config.num_labels)
         theirs |= special_tokens.write(config, self.special_tokens)
         theirs |= paired(self.fields, config) | self.write(config)
         tensors = frozenset(weight.theirs for weight in self.all_weights(config))
