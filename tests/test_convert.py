@@ -11,7 +11,8 @@ import re
 import jax
 import numpy as np
 import pytest
-from hf_cases import CASES, FLAT, VOCAB, make_hf_model
+from hf_cases import CASES, FLAT, VOCAB
+from hf_models import make_hf_model
 
 from transformer import build_model, load_hf, save_hf
 from transformer.convert import FAMILIES
