@@ -151,6 +151,37 @@ def _runs() -> list[dict]:
     return [json.loads(path.read_text()) for path in sorted(BENCHMARKS.glob("machines/*.json"))]
 
 
+PLAN = re.compile(
+    r" machine +(?P<machine>\S+): (?P<chips>\d+) x TPU (?P<chip>\w+), (?P<room>[\d.]+ GiB).*?"
+    r" mesh +(?P<mesh>[^\n]+).*? peak of [\d.]+ GiB +(?P<peak>[\d.]+ GiB).*?"
+    r" step +(?P<step>[\d.]+ m?s).*? bound by +(?P<bound>\w+).*?MFU at most (?P<mfu>[\d.]+)%",
+    re.DOTALL,
+)
+MEASURED = {  # by MaxText
+    ("decoder_8b", "v6e"): "45.5 % (v6e, 256)",
+    ("decoder_70b", "v5p"): "65.4 % (Llama 2, length 4,096)",
+    ("decoder_405b", "v5p"): "38.6 % (v6e, 256)",
+    ("mixture_8x7b", "v5p"): "52.6 %",
+}
+
+
+def _scale() -> str:
+    """The plans in the docstrings of experiments/scale/."""
+    rows = []
+    for file in sorted((FOLDER.parent / "experiments" / "scale").glob("*.py")):
+        for plan in PLAN.finditer(file.read_text()):
+            machine, chip, mesh = plan["machine"], plan["chip"], plan["mesh"].replace(" x ", ", ")
+            peak, measured = (
+                f"{plan['peak']} of {plan['room']}",
+                MEASURED.get((file.stem, chip), ""),
+            )
+            time = f"{plan['step']}, {plan['bound']}"
+            row = (f"`{file.stem}`", machine, mesh, peak, time, f"{plan['mfu']} %", measured)
+            rows.append(row)
+    head = ("file", "machine", "mesh", "peak HBM per device", "minimum step time, bound by")
+    return table((*head, "maximum MFU", "MFU measured by MaxText"), rows)
+
+
 def _placements() -> str:
     from transformer.model.placements.base import PLACEMENTS, Placement
 
@@ -280,6 +311,7 @@ def _command_line() -> str:
 
 TABLES = {
     "accelerators": _accelerators,
+    "scale": _scale,
     "positions": _positions,
     "backends": _backends,
     "placements": _placements,
