@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from xla_flags import one_device_flags
 
+from transformer import api
 from transformer.cli import main
 from transformer.data.batching import Batches
 from transformer.parallel import processes
@@ -330,7 +331,8 @@ def test_generate_and_convert_refuse_several_processes(tmp_path, monkeypatch, ca
 
     config: Experiment = load_experiment(str(ROOT / "experiments" / "smoke.py"), {})
     (tmp_path / "config.json").write_text(json.dumps(to_mapping(config)))
-    monkeypatch.setattr(processes, "start_processes", lambda: True)
+    for module in (processes, api):
+        monkeypatch.setattr(module, "start_processes", lambda: True)
     for arguments in (
         ["generate", f"--workdir={tmp_path}"],
         ["convert", f"--workdir={tmp_path}", f"--to={tmp_path / 'out'}"],
