@@ -54,9 +54,7 @@ def test_loss_of_a_span_is_that_of_its_ends_among_the_words():
 def test_text_without_the_tag_of_answers_raises(tmp_path):
     (tmp_path / "answers.tsv").write_text("".join(f"a b {i}\ty z z\n" for i in range(200)))
     span = {"num_labels": 2, "pooling": "span", "vocab_size": 280}
-    with pytest.raises(
-        UserError, match=r"the tags are y and z; tag the words of the answer with 'answer'"
-    ):
+    with pytest.raises(UserError, match=r"data: tags y, z; tag the words of an answer 'answer'"):
         open_data(experiment(tmp_path, "extractive_qa", "encoder", span, packing=False)).batches(
             "train"
         )

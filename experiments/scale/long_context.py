@@ -3,7 +3,7 @@ r"""Does every position scheme train with 131,072 tokens in a sequence on a v5p 
     python -m transformer plan --config=experiments/scale/long_context.py --arms \
         --topology=v5p:4x4x4
 
-A decoder of 1.4 B parameters. Each sequence is sharded over 16 chips (`mesh.context`), which pass
+A decoder of 1.4 B parameters. Each sequence is sharded over 8 chips (`mesh.context`), which pass
 keys and values around a ring. CoPE, whose positions depend on all pairs of a query and a key, is
 left out.
 
@@ -54,7 +54,7 @@ def get_config():
         clip_norm=1.0,
     )
     config.train = dict(steps=10_000, checkpoint_every=500, eval_every=1000, eval_batches=20)
-    config.mesh = dict(data=1, fsdp=-1, context=16)
+    config.mesh = dict(data=1, fsdp=-1, context=8)
     config.platform = "tpu"
     return config
 

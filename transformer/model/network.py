@@ -285,6 +285,7 @@ def build_model(config: ModelConfig) -> nn.Module:
     return FAMILIES[config.family](config)
 
 
+@functools.lru_cache(maxsize=256)
 def abstract_params(config: ModelConfig) -> Any:
     """Returns the shapes and types of the parameters, without allocating them."""
     tokens = (jax.ShapeDtypeStruct((1, 1), jnp.int32),) * len(config.sides)

@@ -78,8 +78,7 @@ class ExtractiveQA(_Labels):
 
     def sequences(self, store, part, task):
         if "answer" not in (tags := store.meta["classes"]):
-            tags = " and ".join(tags)
-            raise UserError(f"data: the tags are {tags}; tag the words of the answer with 'answer'")
+            raise UserError(f"data: tags {', '.join(tags)}; tag the words of an answer 'answer'")
         return _LabeledSequences(store, part, task.data, answer=tags.index("answer"))
 
     def losses(self, outputs, batch):
