@@ -15,6 +15,7 @@ from transformer.model.attention_backends import (
     blockwise as blockwise_module,
     choose,
     record,
+    ring,
 )
 from transformer.model.masks import CAUSAL, SAME_SEGMENT, Tokens, window, zigzag
 from transformer.model.positions import SCHEMES
@@ -308,6 +309,36 @@ def test_ring_matches_reference(mask, position, order):
     with use(make_mesh(MeshConfig(data=1, context=3, tensor=2))):
         assert BACKENDS["ring"].why_not(q, k, v, inputs) is None
         assert_trees_close(value_and_gradients(ring, q, k, v, inputs), (out, grads))
+
+
+@pytest.mark.parametrize("backend", ["blockwise", "ring"])
+@pytest.mark.parametrize("position", ["rotary", "fire"])
+def test_training_memory_is_linear_in_length(monkeypatch, backend, position):
+    """In a stack of scanned layers, whose masks and biases are the same.
+
+    JAX computes before the loop over layers what all of them share. It must not do so with the
+    masks and biases of all pairs of blocks.
+    """
+    monkeypatch.setattr(blockwise_module.Einsum, "block", 16)
+    fields = {"position": position, "max_length": 512, "attention_backend": backend}
+    model, params = make(small("decoder", **fields))
+    loss = lambda params, x: jnp.sum(model.apply(params, x))
+
+    def memory(length: int) -> int:
+        compiled = jax.jit(jax.grad(loss)).lower(params, tokens(0, 1, length)).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    with use(make_mesh(MeshConfig(data=1, context=4))):
+        assert 1.3 < memory(512) / memory(256) < 2.3
+
+
+@pytest.mark.parametrize(
+    ("local", "block", "expected"),
+    [(16_384, 10_752, 8192), (512, 256, 256), (300, 256, 150), (100, 256, 100), (514, 256, 257)],
+)
+def test_blocks_of_a_ring_fit_if_a_divisor_allows_it(local, block, expected):
+    """A block of 16,384 tokens would not fit in on-chip memory that holds 10,752."""
+    assert ring._block_size(local, block) == expected
 
 
 def test_ring_uses_collective_permutes_and_no_all_gather():

@@ -90,7 +90,8 @@ def combinations() -> list[Program]:
     every += [Program("none", "other keys, both ways")]
     changes = [dict(size=size, v_size=size) for size in (128, 256)]
     changes += [dict(groups=1), dict(groups=4), dict(tokens=333), dict(dtype="float32")]
-    changes += [dict(tokens=8192, size=128, v_size=128)]
+    # The second has the largest blocks that fit in the memory of a v5p.
+    changes += [dict(tokens=tokens, size=128, v_size=128) for tokens in (8192, 21_504)]
     every += [Program(name, **change) for name in KINDS for change in changes]
     return every + [Program(name, v_size=128) for name in ("none", "t5")]
 

@@ -108,8 +108,7 @@ def truncate(logits_BxV: jax.Array, top_k: int, top_p: float) -> jax.Array:
     if top_p < 1.0:
         ordered_BxV = jnp.flip(jnp.sort(logits_BxV, axis=-1), axis=-1)
         p_BxV = jax.nn.softmax(ordered_BxV, axis=-1)
-        is_allowed_BxV = jnp.cumsum(p_BxV, axis=-1) - p_BxV < top_p
-        ordered_BxV = jnp.where(is_allowed_BxV, ordered_BxV, jnp.inf)
+        ordered_BxV = jnp.where(jnp.cumsum(p_BxV, axis=-1) - p_BxV < top_p, ordered_BxV, jnp.inf)
         smallest = jnp.min(ordered_BxV, axis=-1, keepdims=True)
         logits_BxV = jnp.where(logits_BxV >= smallest, logits_BxV, -jnp.inf)
     return logits_BxV

@@ -12,7 +12,6 @@ Shape suffixes: B batch, T query length, S key length, N query heads, K key/valu
 size, I blocks of queries, J blocks of keys, t queries per block, s keys per block."""
 
 import dataclasses
-import math
 from collections.abc import Callable
 
 import jax
@@ -58,6 +57,8 @@ def ring(q_BxTxNxH, k_BxSxKxH, v_BxSxKxH, inputs: Inputs, inner=None) -> jax.Arr
     device_backward = on_devices(_backward, (by_token, by_query, by_token), of_gradients)
 
     def forward(*args):
+        # As in blockwise.attend, no masks of all pairs are computed before a loop over layers.
+        args = jax.lax.optimization_barrier(args)
         out, lse = device_forward(*args)
         return out, (*args, out, lse)
 
@@ -103,14 +104,14 @@ class _Plan:
         square = np.indices((chunk, chunk)).reshape(2, -1).T
         late_early = square + np.array([chunk, 0])
         # early queries with early keys, or late queries with late keys
-        same_half = square + jnp.where(source < me, 0, chunk)
-        return jnp.concatenate([late_early, same_half])
+        return jnp.concatenate([late_early, square + jnp.where(source < me, 0, chunk)])
 
 
 def _block_size(tokens: int, block: int) -> int:
-    """Returns the divisor of `tokens` that is nearest to `block` (in ratio)."""
-    sizes = [size for size in range(1, tokens + 1) if tokens % size == 0]
-    return min(sizes, key=lambda size: abs(math.log(size / block)))
+    """Returns the largest divisor of `tokens` up to `block`, or the next if it is below half."""
+    largest = max(size for size in range(1, min(block, tokens) + 1) if tokens % size == 0)
+    more = (size for size in range(block, tokens) if tokens % size == 0)
+    return largest if 2 * largest >= min(block, tokens) else next(more, tokens)
 
 
 def _pass_on(plan: _Plan, tree):

@@ -136,8 +136,7 @@ class TransformerXL(Position):
         p_DxM = sinusoids(distance_D, self.d_model, 10_000.0, "halves")
         keys_NxDxH = jnp.einsum("DM,MNH->NDH", p_DxM, w)
         # (q + v) . keys = (q + u) . keys + (v - u) . keys
-        bias_NxD = scale * jnp.einsum("NH,NDH->ND", v - u, keys_NxDxH)
-        return Terms(scale, bias_NxD, u, keys_NxDxH)
+        return Terms(scale, scale * jnp.einsum("NH,NDH->ND", v - u, keys_NxDxH), u, keys_NxDxH)
 
 
 @register("deberta")

@@ -20,8 +20,7 @@ import jax.numpy as jnp
 from transformer.model.attention_backends.base import Inputs, by_head
 from transformer.model.attention_backends.blockwise import blockwise
 from transformer.model.attention_backends.flash import call
-from transformer.model.attention_backends.flash.call import TILES, Call, bytes_per_token, memory
-from transformer.model.attention_backends.flash.tiles import LANES
+from transformer.model.attention_backends.flash.call import Call, block_size
 from transformer.model.attention_backends.ring import ring, why_not as why_no_ring
 from transformer.model.positions import Position
 from transformer.model.sharding import axis_of
@@ -53,8 +52,10 @@ def flash(q_BxTxNxH, k_BxSxKxH, v_BxSxKxV, inputs: Inputs) -> jax.Array:
     size = block_size(q_BxTxNxH.dtype.itemsize, *sizes, tables)
     if _is_sharded(q_BxTxNxH):
         return ring(q_BxTxNxH, k_BxSxKxH, v_BxSxKxV, inputs, BlockPair(size))
-    if max(q_BxTxNxH.shape[1], k_BxSxKxH.shape[1]) > size:
-        return blockwise(q_BxTxNxH, k_BxSxKxH, v_BxSxKxV, inputs, BlockPair(size))
+    tokens = max(q_BxTxNxH.shape[1], k_BxSxKxH.shape[1])
+    if tokens > size:
+        pair = BlockPair(-(-tokens // -(-tokens // size)))  # blocks of equal length
+        return blockwise(q_BxTxNxH, k_BxSxKxH, v_BxSxKxV, inputs, pair)
     return _whole(q_BxTxNxH, k_BxSxKxH, v_BxSxKxV, inputs)
 
 
@@ -65,15 +66,6 @@ def _tables(position: Position) -> int:
 
 def _is_sharded(q_BxTxNxH) -> bool:
     return axis_of("length")[1] > 1 and q_BxTxNxH.shape[1] > 1
-
-
-def block_size(itemsize: int, H: int, V: int, tables: int) -> int:
-    """Returns the largest number of tokens that fits into on-chip memory, a multiple of 128. GPUs
-    read keys and values from their main memory."""
-    if call.on_gpu():
-        return 2**30
-    room = int(0.9 * memory()) - TILES
-    return max(room // bytes_per_token(itemsize, H, V, tables) // LANES * LANES, LANES)
 
 
 def _whole(q_BxTxNxH, k_BxSxKxH, v_BxSxKxV, inputs: Inputs) -> jax.Array:

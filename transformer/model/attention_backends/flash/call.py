@@ -32,12 +32,14 @@ TILES = 6 * 2**20  # bytes of on-chip memory for the tiles that a kernel works o
 
 def bytes_per_token(itemsize: int, H: int, V: int, tables: int) -> int:
     """Returns the on-chip memory that the backward pass needs per token. It holds queries, the
-    gradients of outputs and of queries, each in two buffers; the sum of the gradients of queries;
-    and rows of the bias table and of its gradient. A sequence has two rows per token. So have the
-    position scheme's tables of vectors and their gradients, in two buffers."""
+    gradients of outputs and of queries (float32), and five rows of numbers, each in two buffers;
+    and the sum of the gradients of queries. A sequence has two rows of the bias table and of its
+    gradient per token, and the 8 copies that they are built from in two buffers. So have the
+    position scheme's tables of vectors and their gradients."""
     lanes = lambda size: -(-size // LANES) * LANES
-    of_tables = tables * 2 * 2 * (itemsize + 4) * lanes(max(H, V))
-    return 2 * itemsize * (2 * lanes(H) + lanes(V)) + 4 * lanes(H) + 2 * 2 * 4 * LANES + of_tables
+    of_queries = 2 * itemsize * (lanes(H) + lanes(V)) + (2 + 1) * 4 * lanes(H) + 2 * 5 * 4
+    of_bias = 2 * 2 * 4 * (LANES + 2 * 8)
+    return of_queries + of_bias + tables * 2 * 2 * (itemsize + 4) * lanes(max(H, V))
 
 
 def memory() -> int:
@@ -50,6 +52,15 @@ def memory() -> int:
 def on_gpu() -> bool:
     """Returns whether the kernels are those for GPUs."""
     return platform() == "gpu"
+
+
+def block_size(itemsize: int, H: int, V: int, tables: int) -> int:
+    """Returns the largest number of tokens that fits into on-chip memory, whole tiles if possible.
+    GPUs read keys and values from their main memory."""
+    if on_gpu():
+        return 2**30
+    most = (int(0.9 * memory()) - TILES) // bytes_per_token(itemsize, H, V, tables)
+    return most // max(COST) * max(COST) or max(most // LANES * LANES, LANES)
 
 
 def tile_size(tokens: int) -> int:

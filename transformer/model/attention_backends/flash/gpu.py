@@ -204,8 +204,7 @@ def forward(settings, q_BxNxTxH, k_BxKxSxH, v_BxKxSxV, limits: Limits, terms: Te
     """Returns what forward.py does."""
     (batch, heads, T, H), V = q_BxNxTxH.shape, v_BxKxSxV.shape[-1]
     shape = shapes(q_BxNxTxH.dtype.itemsize, max(H, V), terms.bias_NxD is not None)[0]
-    arrays = q_BxNxTxH, k_BxKxSxH, v_BxKxSxV, limits, terms, seed
-    tiles = _tiles(settings, shape, False, *arrays)
+    tiles = _tiles(settings, shape, False, q_BxNxTxH, k_BxKxSxH, v_BxKxSxV, limits, terms, seed)
     out = settings.like(v_BxKxSxV, (batch, heads, T, tiles.keys.y.shape[-1]))
     lse = jax.ShapeDtypeStruct((batch, heads, T), jnp.float32)
     out, lse = _call(_forward, tiles, (T // shape.t, heads, batch), [out, lse])
