@@ -17,6 +17,7 @@ from transformer.errors import UserError, look_up, nearest
 
 Choice = str | FrozenDict  # a name, or a mapping with `name` and the options of the named class
 LARGEST = 2**31 - 1  # the largest integer in a config: the maximum of int32
+_type_hints = functools.cache(typing.get_type_hints)
 
 
 def one_of(field: str, value, names) -> None:
@@ -106,7 +107,7 @@ def strict(section: str, effects: tuple[Effect, ...] = ()):
     mappings for configs or choices."""
 
     def decorate(cls):
-        init, hints = cls.__init__, functools.cache(lambda: typing.get_type_hints(cls))
+        init = cls.__init__
         fields = {field.name: field for field in dataclasses.fields(cls)}
         path = section and f"{section}."
 
@@ -124,10 +125,10 @@ def strict(section: str, effects: tuple[Effect, ...] = ()):
             values = positional | values
             for name, field in fields.items():
                 if field.default is dataclasses.MISSING and name not in values:
-                    is_section = dataclasses.is_dataclass(hints()[name])
+                    is_section = dataclasses.is_dataclass(_type_hints(cls)[name])
                     hint = f"; add the section config.{name} = dict(...)" if is_section else ""
                     raise UserError(f"{path}{name}: must be set{hint}")
-            values = {name: coerce(x, hints()[name], path + name) for name, x in values.items()}
+            values = {k: coerce(x, _type_hints(cls)[k], path + k) for k, x in values.items()}
             init(self, **values)
             for name in fields:
                 in_float32(path + name, getattr(self, name))
@@ -183,7 +184,7 @@ def in_float32(path: str, value) -> None:
 
 def table_of(cls) -> str:
     """Describes the mapping that a config expects, for an error message."""
-    return f"a mapping of fields, dict({next(iter(typing.get_type_hints(cls)))}=...)"
+    return f"a mapping of fields, dict({next(iter(_type_hints(cls)))}=...)"
 
 
 def _check_literal(value, path: str) -> None:
@@ -231,8 +232,7 @@ def build_choice(field: str, table: dict[str, type], spec: str | Mapping, is_opt
     if not isinstance(name, str):
         raise UserError(f"{field}.name: {plain(name)!r} is not a name; {nearest(str(name), table)}")
     cls = look_up(table, name, field)
-    hints = typing.get_type_hints(cls)
-    options = {f.name: hints[f.name] for f in dataclasses.fields(cls) if is_option(f)}
+    options = {f.name: _type_hints(cls)[f.name] for f in dataclasses.fields(cls) if is_option(f)}
     for key, value in settings.items():
         if key not in options:
             way_out = nearest(key, options) if options else "it takes no options"

@@ -97,8 +97,7 @@ def check_epochs(entries: Sequence[Mapping], epochs: Mapping[str, float]) -> Non
 
 def of_temperature(tokens: Sequence[int], temperature: float) -> list[Fraction]:
     """Weights n^(1 / T) for texts of n tokens (Arivazhagan et al. 2019, "M4"). T = 1: by size."""
-    largest = max(tokens)
-    return [Fraction((n / largest) ** (1 / temperature)) for n in tokens]
+    return [Fraction((n / max(tokens)) ** (1 / temperature)) for n in tokens]
 
 
 class Turns:

@@ -113,8 +113,7 @@ class Generator:
                 inputs[r, width - len(tokens) :], real[r, width - len(tokens) :] = tokens, True
                 limits[r] = min(decoding.max_extra, max_length - len(tokens))
         numbers = np.resize(np.asarray(numbers, np.uint32), batch_size) + np.uint32(self._calls)
-        output = self._compiled(self.params, inputs, real, limits, numbers)
-        return np.asarray(output)[: len(ids)]
+        return np.asarray(self._compiled(self.params, inputs, real, limits, numbers))[: len(ids)]
 
     @functools.cached_property
     def _compiled(self) -> Callable:

@@ -156,8 +156,7 @@ def _reason(code: int, log: Path, began: int) -> str:
         return f"ended by {signal.Signals(-code).name}{hint}; see {buckets.shown(log)}"
     text = log.read_bytes()[began:].decode(errors="replace")
     lines = [line for line in text.splitlines() if line.strip()]
-    errors = [line for line in lines if line.startswith("error:")]
-    error = (errors or lines or [""])[-1]
+    error = ([x for x in lines if x.startswith("error:")] or lines or [""])[-1]
     return f"exit code {code}: {error.removeprefix('error: ')[:200]}; see {buckets.shown(log)}"
 
 

@@ -20,5 +20,9 @@ def matrix_init(name: str, std: float, gain: float = 1.0):
 
 def declare(module: nn.Module, name: str, init, names: tuple, shape: tuple[int, ...]) -> jax.Array:
     """Declares a parameter of a module, whose axes have these logical names, and returns it."""
+    if module.has_variable("params", name):  # `param` would trace `init` to compare shapes: slow
+        value = nn.unbox(module.get_variable("params", name))
+        if value.shape == shape:
+            return value
     init = nn.with_logical_partitioning(init, names)
     return module.param(name, init, shape, module.config.param_dtype)

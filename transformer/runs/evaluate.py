@@ -113,8 +113,7 @@ def evaluate(trained: LoadedRun, mesh: Mesh, part: str = "test") -> dict:
     if examples:
         report["decoding"] = to_mapping(config.decoding)
         generate = Generator(config, trained.params, trained.tokenizer)
-        write = _translate if objective.has_pairs else _continue
-        generated = write(generate, examples, config)
+        generated = (_translate if objective.has_pairs else _continue)(generate, examples, config)
     metrics |= generated.scores
     model_state = Snapshot(trained.params, translations=generated.translations)
     metrics |= measure(subject, model_state, in_training=False)
@@ -154,8 +153,7 @@ def _translate(generate: Generator, examples: Sequence, config: Experiment) -> W
     count = len(sources)
     counter = counting("translating", count) if is_first() else lambda done: None
     hypotheses = generate(sources, counter)
-    scorer = exact if config.data.format == "probe" else score
-    scores, signatures = scorer(hypotheses, references)
+    scores, signatures = (exact if config.data.format == "probe" else score)(hypotheses, references)
     texts, speed = (sources, hypotheses, references), count / (time.perf_counter() - start)
     samples = []
     for source, hypothesis, accepted in zip(*texts, strict=True):

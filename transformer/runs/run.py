@@ -182,8 +182,7 @@ def begin(
     recorder.watchdog.seconds = config.train.step_deadline
     train_step = make_train_step(config, program.model, program.optimizer, mesh, program.shardings)
     eval_step = make_eval_step(config, program.model, mesh, program.shardings.params)
-    validation = "valid", mesh, config.train.eval_batches, program.optimizer
-    subject = Subject(config, data, *validation)
+    subject = Subject(config, data, "valid", mesh, config.train.eval_batches, program.optimizer)
     steps, outputs = (train_step, eval_step), (checkpoints, log, progress, recorder)
     return Run(config, workdir, state, step, train, valid, subject, *steps, *outputs)
 

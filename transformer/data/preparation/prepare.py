@@ -44,8 +44,7 @@ def prepare(job: Job) -> dict:
     files = range(len(job.files))
     distribute(job, "scan", hashes.scan, files)
     if not job.keep_duplicates:
-        count = sum(len(job.scanned(file)["kept"]) for file in files)
-        ranges = -(-count // hashes.AT_ONCE)
+        ranges = -(-sum(len(job.scanned(file)["kept"]) for file in files) // hashes.AT_ONCE)
         distribute(job, "duplicates", hashes.duplicates, range(ranges), ranges=ranges)
     distribute(job, "select", hashes.select, files, limits=hashes.limits(job))
     held_out, sample = hashes.selected(job)
