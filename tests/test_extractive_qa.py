@@ -10,6 +10,7 @@ from transformer.data.objectives.classification import ExtractiveQA
 from transformer.data.pipeline import open_data
 from transformer.errors import UserError
 from transformer.lab.guard import facts
+from transformer.lab.results import uniform_loss
 from transformer.training.step import ModelOutputs
 
 
@@ -58,6 +59,13 @@ def test_text_without_the_tag_of_answers_raises(tmp_path):
         open_data(experiment(tmp_path, "extractive_qa", "encoder", span, packing=False)).batches(
             "train"
         )
+
+
+def test_uniform_predictions_choose_among_the_positions(text):
+    """A run whose loss is more than twice that of uniform predictions counts as diverged."""
+    fields = {"num_labels": 2, "pooling": "span", "lm_head": False}
+    config = experiment(text, "extractive_qa", "encoder", fields, packing=False)
+    assert uniform_loss(config) == pytest.approx(np.log(config.data.length))
 
 
 def test_programs_are_known_without_text(text):

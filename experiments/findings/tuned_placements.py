@@ -11,7 +11,33 @@ The warm-up is tuned first: with a short warm-up, post-norm trains only at small
 (experiments/stability.py). At the scale of a publication (TPU v5e-16):
 --config=experiments/findings/tuned_placements.py:paper
 
-Hardware  two CPU cores, 150 runs
+Hardware  two CPU cores, 150 runs, about two hours
+
+Measured (two cores of an AMD EPYC; 300 steps; test/loss with its 95 % interval over three seeds;
+difference from pre-norm with 4 layers, untuned and tuned; best warm-up and learning rate):
+
+    4 layers   test/loss, tuned     untuned    tuned                     warm-up   rate
+    pre          5.052 +- 0.070                                               66  0.012
+    post         5.00  +- 0.10       +0.783   -0.049 [-0.088, -0.010]        240  0.0072
+    peri         4.981 +- 0.036      -0.072   -0.071 [-0.140, -0.002]         38  0.015
+    res_post     5.111 +- 0.034      +0.146   +0.059 [-0.026, +0.144]        240  0.03
+    deepnorm     5.013 +- 0.081      +0.782   -0.038 [-0.085, +0.008]        240  0.0076
+
+    12 layers  test/loss, tuned     untuned    tuned                     warm-up   rate
+    pre          5.20  +- 0.14       +0.16    +0.148 [+0.072, +0.224]         89  0.010
+    post         5.858 +- 0.001      +0.783   +0.806 [+0.735, +0.877]          4  0.0042
+    peri         5.160 +- 0.074      +0.10    +0.109 [+0.103, +0.115]         74  0.009
+    res_post     5.355 +- 0.039      +0.47    +0.304 [+0.204, +0.403]          4  0.033
+    deepnorm     5.852 +- 0.018      +0.782   +0.801 [+0.742, +0.859]          4  0.0012
+
+With 4 layers, the ranking does not survive tuning. At the common rate (0.01, warm-up 50), post-norm
+and DeepNorm learn only the token frequencies, and would be called 0.78 nats worse than pre-norm.
+With a long warm-up and a lower rate, they gain 0.86 and 0.85 nats, and no placement differs
+detectably from pre-norm (after Holm's correction). With 12 layers, tuning does not help them:
+within 300 steps, neither trains at any warm-up and rate that was tried. Their best warm-ups, and
+that of res_post, are at the edge of the range and not bracketed, because all values are equally
+bad. So the effect of the placement depends on the depth: post instead of pre changes the loss by
+0.71 [0.54, 0.88] nats more with 12 layers than with 4.
 """
 
 import ml_collections

@@ -14,7 +14,21 @@ which move was the last. The first command writes the stories:
 At a larger scale (stories of up to 48 facts; TPU v5e-4):
 --config=experiments/findings/weston_2015.py:large
 
-Hardware  two CPU cores, 15 runs
+Hardware  two CPU cores, 15 runs, about 95 minutes beside other work
+
+Measured (two cores of an AMD EPYC; three seeds; share of answers whose first and last word are
+both right, with its 95 % interval; paired difference from rotary):
+
+    rotary        0.997 [0.993, 1.000]
+    t5            0.90  [0.69,  1.00]     -0.10  [-0.30,  +0.10]
+    learned       0.46  [0.28,  0.64]     -0.54  [-0.72,  -0.36]
+    sinusoidal    0.426 [0.414, 0.438]    -0.571 [-0.586, -0.557]
+    none          0.184 [0.138, 0.230]    -0.813 [-0.855, -0.771]
+
+An encoder extracts nearly every answer with rotary positions, and most with T5's bias. Both tell it
+how far apart two words are. With learned and sinusoidal positions, which are added to the words, it
+finds less than half within 1500 steps. Without positions, it is no better than choosing one of the
+story's moves at random, which is right for 0.245 of the answers.
 """
 
 import random

@@ -13,8 +13,7 @@ def number(x: float, half: float = math.nan, sign: str = "") -> str:
     if math.isnan(x):
         return "-"
     scale = half if math.isfinite(half) and half > 0 else min(abs(x) or 0.01, 0.01)
-    decimals = max(0, 1 - math.floor(math.log10(scale)))
-    return f"{x:{sign},.{decimals}f}"
+    return f"{x:{sign},.{max(0, 1 - math.floor(math.log10(scale)))}f}"
 
 
 signed = functools.partial(number, sign="+")

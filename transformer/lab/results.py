@@ -104,9 +104,10 @@ class RunResult(NamedTuple):
 
 
 def uniform_loss(config: Experiment) -> float:
-    """Returns the loss of uniform predictions over all tokens or classes: log V nats."""
-    model, predicts_tokens = config.model, config.objective.predicts_tokens
-    return math.log(max(model.vocab_size if predicts_tokens else model.num_labels, 2))
+    """Returns the loss of uniform predictions over tokens, classes or positions: log V nats."""
+    model = config.model
+    classes = config.data.length if model.pooling == "span" else model.num_labels
+    return math.log(max(model.vocab_size if config.objective.predicts_tokens else classes, 2))
 
 
 class Arm(NamedTuple):
