@@ -38,7 +38,7 @@ def pytest_collection_finish(session):
     spent looking for garbage among them."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(200_000, 50, 100)
+    gc.set_threshold(50_000, 10, 10)  # the default is 700, 10, 10
 
 
 SMALL = {
