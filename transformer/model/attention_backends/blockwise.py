@@ -200,7 +200,7 @@ def attend(q_Ixs, k_Jxs, v_Jxs, inputs: Inputs, pairs, inner) -> jax.Array:
     learned, fixed, merge = inputs.split()
 
     def forward(q, k, v, learned, fixed):
-        # Or else JAX computes the masks and biases of all pairs once, before a loop over layers.
+        # Otherwise, JAX would compute the masks and biases of all pairs before a loop over layers.
         q, learned, fixed = jax.lax.optimization_barrier((q, learned, fixed))
         running = Running.nothing(q, v.shape[-1], learned[1])
         running = accumulate(running, q, k, v, merge(learned, fixed), pairs, inner)

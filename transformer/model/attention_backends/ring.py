@@ -57,7 +57,7 @@ def ring(q_BxTxNxH, k_BxSxKxH, v_BxSxKxH, inputs: Inputs, inner=None) -> jax.Arr
     device_backward = on_devices(_backward, (by_token, by_query, by_token), of_gradients)
 
     def forward(*args):
-        # As in blockwise.attend, no masks of all pairs are computed before a loop over layers.
+        # Otherwise, masks of all pairs would be computed before a loop over layers (blockwise.py).
         args = jax.lax.optimization_barrier(args)
         out, lse = device_forward(*args)
         return out, (*args, out, lse)
