@@ -89,7 +89,8 @@ def model_program(tree: dict) -> str:
     )
 
     def program(key):
-        return model.init_with_output({"params": key, "dropout": key}, *ids, deterministic=False)
+        params = model.init(key, *ids)
+        return params, model.apply(params, *ids, deterministic=False, rngs={"dropout": key})
 
     return program_text(program, jax.random.key(0))
 
@@ -164,8 +165,8 @@ def walked_program(config: ModelConfig) -> str:
     options = {"prefix_mask": jnp.arange(7)[None] < 2} if config.prefix_lm else {}
 
     def program(key):
-        keys = {"params": key, "dropout": key}
-        return model.init_with_output(keys, *ids, deterministic=False, **options)
+        params, options["rngs"] = model.init(key, *ids), {"dropout": key}
+        return params, model.apply(params, *ids, deterministic=False, **options)
 
     return program_text(program, jax.random.key(0))
 

@@ -99,6 +99,8 @@ def test_invalid_parameters_options_and_collections_raise():
     ):
         with pytest.raises(UserError, match=message):
             model.apply(argument, x, **options)
+    with pytest.raises(UserError, match="init_with_output: not supported; call init"):
+        model.init_with_output(jax.random.key(0), x)
 
 
 def test_sampling_needs_a_key_for_each_sequence():

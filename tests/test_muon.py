@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +15,13 @@ from transformer.errors import UserError
 from transformer.mapping import from_mapping
 from transformer.model.layout import flatten, unroll
 from transformer.model.network import build_model
+from transformer.model.roles import Axes
 from transformer.parallel.mesh import make_mesh, use
 from transformer.parallel.sharding import shardings, unbox
 from transformer.planning.hlo import HloProgram
 from transformer.planning.work import collectives
 from transformer.training.optimizer import build_optimizer
-from transformer.training.optimizers.muon import COEFFICIENTS
+from transformer.training.optimizers.muon import COEFFICIENTS, orthogonalized
 from transformer.training.state import abstract_state, init_state, relayout
 
 RATE = dict(schedule="constant", warmup_steps=0, learning_rate=1.0)
@@ -214,3 +216,13 @@ def test_devices_share_the_work_and_return_the_same_updates(mesh):
     flops = {n: x.cost_analysis()["flops"] for n, x in text.items()}
     one = jax.jit(optimizer().update).lower(grads, unbox(state), unbox(params))
     assert flops[5] < 0.2 * one.compile().cost_analysis()["flops"]
+
+
+@pytest.mark.parametrize(("number", "used"), [(1, 1), (3, 2), (4, 4), (9, 8)])
+def test_devices_without_a_matrix_are_reported(number, used):
+    x, axes = jax.ShapeDtypeStruct((number, 5, 4), jnp.float32), Axes((0,), (1,), (2,))
+    with use(make_mesh(MeshConfig(data=2, fsdp=4))), warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        jax.eval_shape(lambda x: orthogonalized([x], [axes], 0.2, 5), x)
+    report = f"muon: {number} matrices of 4 x 5 are spread over {used} of 8 devices; the others"
+    assert [str(x.message).startswith(report) for x in seen] == [True] * (used < 8)

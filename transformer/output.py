@@ -9,6 +9,7 @@ import re
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 
 BOLD, RED = 1, 31  # styles of text on a terminal
@@ -75,8 +76,9 @@ def survive_closed_readers() -> Iterator[None]:
 
 
 def suppress_redundant_tracebacks() -> None:
-    """Suppresses output about errors that the main thread also raises. After a failed read or write
-    of a checkpoint, each Orbax thread and each closed event loop prints a traceback."""
+    """Suppresses output about errors that the main thread also raises, as each thread of Orbax
+    prints after a failed read or write, and the source code in warnings."""
+    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
     handler = logging.StreamHandler()
 
     def is_new(record: logging.LogRecord) -> bool:

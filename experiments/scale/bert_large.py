@@ -32,7 +32,7 @@ Compare   no published measurement was found
       step                           92.8 ms       29.9 ms
       bound by                       compute       compute
       MFU at most 96.6%; 88.3k tokens/s per chip, 122.0B tokens per day in total
-      run: at least 25 h 47 min, 413 chip-hours, without evaluation and checkpoints
+      run: at least 25:47 h, 413 chip-hours, without evaluation and checkpoints
 
     sent per device in one training step         count  within the slice
       all-gather                                   342           1.1 GiB

@@ -38,7 +38,7 @@ spread the matrices of the layers over the devices.
       step                            1.80 s      473.9 ms       58.6 ms       27.1 ms
       bound by                       compute       compute       compute       network
       MFU at most 77.5%; 18.2k tokens/s per chip, 25.1B tokens per day in total
-      run: at least 25 h 2 min, 401 chip-hours, without evaluation and checkpoints
+      run: at least 25:02 h, 401 chip-hours, without evaluation and checkpoints
       decoding: 2.4k tokens/s for 64 sequences
 
     sent per device in one training step         count  within the slice

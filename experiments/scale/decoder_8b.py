@@ -66,7 +66,7 @@ Compare   MaxText measured 45.5 % MFU (7,207 tokens/s per chip) at this size and
       step                            1.17 s
       bound by                       compute
       MFU at most 78.6%; 14.0k tokens/s per chip, 77.5B tokens per day in total
-      run: at least 32 h 28 min, 2,078 chip-hours, without evaluation and checkpoints
+      run: at least 32:28 h, 2,078 chip-hours, without evaluation and checkpoints
 
     sent per device in one training step         count  within the slice
       all-reduce                                   164          31.4 GiB

@@ -43,7 +43,7 @@ Hardware  a TPU pod. This was planned, not run: compiled by libtpu 0.0.42.1 (jax
       step                            2.52 s
       bound by                       compute
       MFU at most 79.5%; 3.2k tokens/s per chip, 71.8B tokens per day in total
-      run: at least 35 h 2 min, 8,969 chip-hours, without evaluation and checkpoints
+      run: at least 35:02 h, 8,969 chip-hours, without evaluation and checkpoints
 
     sent per device in one training step         count  within the slice
       all-reduce                                   164          31.7 GiB

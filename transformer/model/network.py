@@ -51,9 +51,14 @@ class _Family(nn.Module):
     @nn.nowrap
     def init_with_axes(self, key, *inputs, **options) -> Any:
         """Initializes parameters, boxed with the logical names of their axes, for sharding."""
-        params = super().init(key, *inputs, **options)["params"]
+        params = super().init_with_output(key, *inputs, **options)[1]["params"]
         rules = parameter_rules(type(self), self.config)  # type: ignore[arg-type]
         return initialized(params, rules) if rules else params
+
+    @nn.nowrap
+    def init_with_output(self, *inputs, **options):
+        """Always raises: its output would lack the multipliers of a parametrization."""
+        raise UserError("init_with_output: not supported; call init, and apply with its result")
 
     @nn.nowrap
     def apply(self, params, *inputs, **options):

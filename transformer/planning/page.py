@@ -2,7 +2,7 @@
 
 import math
 
-from transformer.output import columns, count, human_count, human_tokens, with_unit
+from transformer.output import columns, count, human_count, human_time, human_tokens, with_unit
 from transformer.parallel.sharding import batch_parts, format_bytes
 from transformer.planning.hlo import largest
 from transformer.planning.plan import Part, Plan, name_of
@@ -180,7 +180,8 @@ def _times(plan: Plan) -> list[str]:
         lines.append(f"  MFU at most {plan.mfu:.1%}; {per_chip}, {per_day}")
         if "money" in run:
             price = f", price {_few(run['money'])} ({plan.price:g} per chip-hour)"
-        least = f"{_duration(run['seconds'])}, {_few(run['chip_hours'])} chip-hours{price}"
+        least = human_time(run["seconds"]) + " min" * (run["seconds"] < 3600)
+        least += f", {_few(run['chip_hours'])} chip-hours{price}"
         lines.append(f"  run: at least {least}, without evaluation and checkpoints")
     if "decode" in parts and plan.topology.is_tpu:
         decoding, step = plan.config.decoding, parts["decode"].roofline.step
@@ -206,7 +207,7 @@ def _buffers(part: Part) -> list[str]:
     buffers = largest(part.compiled.program) if part.compiled else part.too_large.buffers[:8]
     lines = ["largest buffers of a training step"] if buffers else []
     for size, shape, source in buffers:
-        lines.append(f"  {format_bytes(size):>10}  {shape:<28} {_last(name_of(source), 90)}")
+        lines.append(f"  {format_bytes(size):>10}  {shape:<28} {name_of(source)[-90:]}")
     return lines
 
 
@@ -219,19 +220,6 @@ def table(rows: list[list[str]]) -> list[str]:
 def _few(x: float) -> str:
     """Formats a number with few digits: 4301.03 -> '4,301', 0.0312 -> '0.031'."""
     return f"{x:,.0f}" if x >= 10 else f"{x:.2g}"
-
-
-def _last(text: str, max_length: int) -> str:
-    return text if len(text) <= max_length else f"…{text[1 - max_length :]}"
-
-
-def _duration(s: float) -> str:
-    """Formats a duration: 485 -> '8 min 5 s', 94860 -> '26 h 21 min'."""
-    hours, minutes = divmod(round(s) // 60, 60)
-    if s >= 48 * 3600:
-        return f"{s / 86400:.1f} days"
-    shorter = f"{minutes} min {round(s) % 60} s" if minutes else f"{round(s)} s"
-    return f"{hours} h {minutes} min" if hours else shorter
 
 
 def seconds(s: float) -> str:

@@ -1,9 +1,11 @@
 """Muon: momentum whose matrices are orthogonalized (Jordan et al. 2024).
 Shape suffixes: G matrices of equal shape, n rows and m columns with n <= m."""
 
+import functools
 import itertools
 import math
 import re
+import warnings
 from typing import Any
 
 import jax
@@ -98,35 +100,38 @@ def _axes(path: str, x: Any, per_head: bool) -> Axes | None:
 def orthogonalized(xs: list, axes: list[Axes], rms: float, steps: int) -> list[jax.Array]:
     """Returns rms sqrt(max(inputs, outputs)) orthogonalize(x) for each matrix x of each array."""
     groups: dict[tuple[int, int], list[int]] = {}
-    flat = []
+    results, matrices, back = {}, [], []
     for i, (x, a) in enumerate(zip(xs, axes, strict=True)):
-        shape = [math.prod(x.shape[axis] for axis in part) for part in a]
-        x_GxIxO = x.transpose(*a.stack, *a.inputs, *a.outputs).reshape(shape)
-        flat.append(x_GxIxO if shape[1] <= shape[2] else x_GxIxO.mT)
-        groups.setdefault(flat[i].shape[1:], []).append(i)
-    results: dict[int, jax.Array] = {}
+        matrices.append(_matrices(a, x))
+        # The inverse of a permutation of elements is its transpose.
+        back.append(jax.linear_transpose(functools.partial(_matrices, a), x))
+        groups.setdefault(matrices[i].shape[1:], []).append(i)
     for (_, m), members in groups.items():
-        x_Gxnxm = jnp.concatenate([flat[i] for i in members])
+        x_Gxnxm = jnp.concatenate([matrices[i] for i in members])
         y_Gxnxm = rms * m**0.5 * _spread(x_Gxnxm, lambda x: newton_schulz(x, steps))
-        ends = list(itertools.accumulate(len(flat[i]) for i in members))[:-1]
+        ends = list(itertools.accumulate(len(matrices[i]) for i in members))[:-1]
         results |= dict(zip(members, jnp.split(y_Gxnxm, ends), strict=True))
-    return [_restored(results[i], x, a) for i, (x, a) in enumerate(zip(xs, axes, strict=True))]
+    return [back[i](results[i])[0] for i in range(len(xs))]
 
 
-def _restored(y_Gxnxm: jax.Array, x: jax.Array, a: Axes) -> jax.Array:
-    """Returns matrices in the layout of `x`, from which they were flattened."""
-    order = (*a.stack, *a.inputs, *a.outputs)
-    is_wide = math.prod(x.shape[i] for i in a.inputs) <= math.prod(x.shape[i] for i in a.outputs)
-    y = (y_Gxnxm if is_wide else y_Gxnxm.mT).reshape([x.shape[i] for i in order])
-    return y.transpose([order.index(i) for i in range(x.ndim)])
+def _matrices(a: Axes, x: jax.Array) -> jax.Array:
+    """Returns the matrices in an array, [G, n, m]. A matrix with n > m is transposed."""
+    shape = [math.prod(x.shape[axis] for axis in part) for part in a]
+    x_GxIxO = x.transpose(*a.stack, *a.inputs, *a.outputs).reshape(shape)
+    return x_GxIxO if shape[1] <= shape[2] else x_GxIxO.mT
 
 
 def _spread(x_Gxnxm: jax.Array, function) -> jax.Array:
     """Applies a function of independent matrices, spread over as many devices as there are."""
     mesh, axes, count = jax.sharding.get_abstract_mesh(), [], 1
-    for axis, size in sorted(mesh.shape.items(), key=lambda item: -item[1]):
-        if size > 1 and axis not in mesh.manual_axes and count * size <= len(x_Gxnxm):
+    sizes = {axis: n for axis, n in mesh.shape.items() if axis not in mesh.manual_axes}
+    for axis, size in sorted(sizes.items(), key=lambda item: -item[1]):
+        if 1 < size <= len(x_Gxnxm) // count:
             axes, count = [*axes, axis], count * size
+    if count < (total := math.prod(sizes.values())):
+        matrices = "{} matrices of {} x {}".format(*x_Gxnxm.shape)
+        idle = f"are spread over {count} of {total} devices; the others repeat the work"
+        warnings.warn(f"muon: {matrices} {idle}", stacklevel=2)
     if not axes:
         return function(x_Gxnxm)
     place = lambda x: jax.lax.with_sharding_constraint(x, P(tuple(axes)))
