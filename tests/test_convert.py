@@ -193,7 +193,7 @@ def test_scanned_and_unrolled_layouts_load_the_same_model(saved_model, name):
     assert jax.tree.structure(params) != jax.tree.structure(unrolled_params)
     ids = (padded_sequences(0)[0],) * (1 + (config.is_encoder_decoder))
     a, b = (
-        build_model(c).apply(p, *ids)
+        jax.jit(build_model(c).apply)(p, *ids)
         for c, p in ((config, params), (unrolled_config, unrolled_params))
     )
     np.testing.assert_allclose(a, b, atol=2e-5)

@@ -264,10 +264,10 @@ def test_low_temperature_selects_the_most_likely_token():
     """Quotients of logits and a small temperature would be infinite for several tokens."""
     model, params = make(small("decoder", logit_scale=1e4))
     x, limits, keys = tokens(0, 3, 4), jnp.full(3, 5), jax.random.split(jax.random.key(0), 3)
-    cold, greedy = (
-        sample(model, params, x, limits, keys, max_new=5, temperature=temperature, **ENDING)
-        for temperature in (1e-6, 0.0)
-    )
+    draw = lambda temperature: jax.jit(
+        lambda p: sample(model, p, x, limits, keys, max_new=5, temperature=temperature, **ENDING)
+    )(params)
+    cold, greedy = draw(1e-6), draw(0.0)
     np.testing.assert_array_equal(cold, greedy)
     with pytest.raises(UserError, match=r"temperature: 1e-38 is too small; at least 1e-6"):
         sample(model, params, x, limits, keys, max_new=5, temperature=1e-38, **ENDING)

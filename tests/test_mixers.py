@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle_mixers
 import pytest
-from conftest import make, small, tokens
+from conftest import make, small, start_decoding, tokens
 
 from transformer import UserError
 from transformer.config import MeshConfig
@@ -216,11 +216,12 @@ def test_cached_decoding_in_parts_equals_full_forward_pass(name):
     model, params, apply = cached_model(name)
     x, (padding_mask, positions) = tokens(0, 2, 16), left_padded(0, 3)
     whole = apply(params, x, padding_mask=padding_mask, positions=positions)
-    logits, memory = prefill(model, params, x[:, :7], 16, None, padding_mask[:, :7])
-    np.testing.assert_allclose(logits, whole[:, 6], atol=1e-4)
-    cache = memory.cache
-    for part in ((7, 8), (8, 11), (11, 12), (12, 16)):
-        part_logits, cache = model.apply(params, x[:, slice(*part)], cache, method="decode")
+    start = jax.jit(lambda params, x, mask: prefill(model, params, x, 16, None, mask))
+    logits, memory = start(params, x[:, :8], padding_mask[:, :8])
+    np.testing.assert_allclose(logits, whole[:, 7], atol=1e-4)
+    decode, cache = jax.jit(functools.partial(model.apply, method="decode")), memory.cache
+    for part in ((8, 9), (9, 12), (12, 13), (13, 16)):
+        part_logits, cache = decode(params, x[:, slice(*part)], cache)
         np.testing.assert_allclose(
             part_logits, whole[:, slice(*part)], atol=1e-4, err_msg=str(part)
         )
@@ -268,14 +269,14 @@ def test_scanned_layers_equal_unrolled_ones(name):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_packed_documents_do_not_leak(name):
-    model, params, apply = cached_model(name)
+    _, params, apply = cached_model(name)
     x = tokens(1, 1, 14)
     segments = jnp.array([[1] * 5 + [2] * 6 + [3] * 3])
     positions = jnp.array([[*range(5), *range(6), *range(3)]])
     packed = apply(params, x, segment_ids=segments, positions=positions)
     for first, last in ((0, 5), (5, 11), (11, 14)):
         np.testing.assert_allclose(
-            packed[:, first:last], model.apply(params, x[:, first:last]), atol=1e-4
+            packed[:, first:last], apply(params, x[:, first:last]), atol=1e-4
         )
     assert np.abs(packed - apply(params, x)).max() > 1e-2, (
         "without segments, the documents must affect each other"
@@ -321,18 +322,19 @@ def test_decoding_states_have_minimal_sizes():
 def test_beams_share_the_cached_source():
     model, params = make(small("encoder_decoder", position="t5"))
     source, prompt = tokens(3, 2, 6), tokens(4, 2, 1)
-    _, memory = prefill(model, params, prompt, 8, source)
+    _, memory = start_decoding(model, params, prompt, 8, source)
     cache = memory.cache.reorder(lambda x: jnp.repeat(x, 3, axis=0))
     memory = memory.replace(cache=cache)
     for layer in cache.layers:
         assert isinstance(layer, LayerState)
         assert len(layer.mixer.k_BxKxSxH) == 6 and len(layer.source.value.k_BxKxSxH) == 2
     next_tokens = tokens(5, 6, 1)[:, 0]
-    logits, _ = advance(model, params, next_tokens, memory)
+    logits, _ = jax.jit(functools.partial(advance, model))(params, next_tokens, memory)
+    apply = jax.jit(model.apply)
     for beam in range(3):
         rows = jnp.arange(2) * 3 + beam
         target = jnp.concatenate([prompt, next_tokens[rows, None]], axis=1)
-        expected = model.apply(params, source, target)[:, -1]
+        expected = apply(params, source, target)[:, -1]
         np.testing.assert_allclose(logits[rows], expected, atol=1e-4)
 
 

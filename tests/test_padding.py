@@ -90,11 +90,11 @@ def test_without_a_pad_token_zero_is_a_real_token(converted_model, name):
     x = full_of_zeros(9)
     with torch.no_grad():
         expected = model(torch.tensor(x)).logits.numpy()
-    module = build_model(config)
+    apply = jax.jit(build_model(config).apply)
     assert config.pad_id is None
-    as_padding = np.asarray(module.apply(params, x, padding_mask=x != 0))
+    as_padding = np.asarray(apply(params, x, padding_mask=x != 0))
     assert np.abs(as_padding - expected)[:, 1::2].max() > 0.1
-    np.testing.assert_allclose(module.apply(params, x), expected, atol=1e-4)
+    np.testing.assert_allclose(apply(params, x), expected, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ENCODER_DECODERS)
@@ -113,10 +113,10 @@ def test_decoder_reads_start_and_pad_tokens_as_real_tokens(converted_model, name
     }
     with torch.no_grad():
         expected = model(**{name: torch.tensor(x) for name, x in inputs.items()}).logits.numpy()
-    module = build_model(config)
+    apply = jax.jit(build_model(config).apply)
     masks = {"source_padding_mask": source != pad, "padding_mask": target != pad}
-    assert np.abs(np.asarray(module.apply(params, source, target, **masks)) - expected).max() > 0.1
-    np.testing.assert_allclose(module.apply(params, source, target), expected, atol=1e-4)
+    assert np.abs(np.asarray(apply(params, source, target, **masks)) - expected).max() > 0.1
+    np.testing.assert_allclose(apply(params, source, target), expected, atol=1e-4)
 
 
 @pytest.mark.parametrize(
