@@ -16,7 +16,7 @@ from conftest import make, masks, schemes, small, start_decoding, tokens
 from transformer import UserError
 from transformer.decoding.beam import beam_search
 from transformer.decoding.prefill import advance
-from transformer.decoding.sampling import most_likely, sample, truncate
+from transformer.decoding.sampling import largest, sample, truncate
 from transformer.model.network import build_model
 from transformer.planning.hlo import HloProgram
 from transformer.planning.work import hbm_bytes
@@ -219,12 +219,6 @@ def test_greedy_decoding_takes_the_argmax_of_the_full_forward_pass():
             break
 
 
-def test_most_likely_token_is_the_first_of_equals():
-    logits = jax.random.normal(jax.random.key(0), (5, 40)).round(1)
-    logits = logits.at[0, 7:9].set(9.0).at[1, 3].set(jnp.nan).at[2].set(-jnp.inf)
-    np.testing.assert_array_equal(most_likely(logits), jnp.argmax(logits, axis=-1))
-
-
 def test_scanned_layers_do_not_copy_the_cache_in_each_step():
     """Compares the bytes that a program moves, loops counted once, with unrolled layers."""
     moved, prompt, keys = {}, tokens(0, 8, 3), jax.random.split(jax.random.key(0), 8)
@@ -258,6 +252,27 @@ def test_sampling_follows_the_distribution_with_one_key_per_sequence():
     np.testing.assert_array_equal(
         np.asarray(draw(prompt[:10], keys[:10], jnp.ones(10, jnp.int32)))[:, 0], out[:10]
     )
+
+
+@pytest.mark.parametrize("length", [3, 512, 513, 767, 769, 1024, 1025, 5000])
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_the_largest_numbers_are_those_of_top_k(length, k):
+    """Also with equal numbers, whose first ones count, and where all but a few are -inf."""
+    rng = np.random.default_rng(length)
+    rows = rng.standard_normal((3, length)), rng.integers(0, 4, (3, length))
+    few, increasing = np.full((1, length), -np.inf), np.arange(length)[None]
+    few[0, [0, length - 1, length // 2, length // 2 + 1]] = 1.0, 1.0, 2.0, 1.0
+    x = np.concatenate([*rows, few, increasing]).astype(np.float32)
+    assert (length > k * 256) == (largest_sorts_fewer(x, k) < length)
+    for ours, theirs in zip(largest(x, k), jax.lax.top_k(x, k), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def largest_sorts_fewer(x, k: int) -> int:
+    """Returns the most numbers of a row that `largest` passes to `jax.lax.top_k`."""
+    traced = jax.make_jaxpr(lambda x: largest(x, k))(x)
+    sorts = [e for e in traced.jaxpr.eqns if e.primitive.name == "top_k"]
+    return max(e.invars[0].aval.shape[-1] for e in sorts)
 
 
 def test_low_temperature_selects_the_most_likely_token():

@@ -246,7 +246,7 @@ def test_score_adds_up_and_depends_on_the_context(backends, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["evaluate", "--limit=3"], "--limit: has no effect without --tasks; name tasks"),
+        (["evaluate", "--limit=3"], "--limit: no effect without --tasks; name tasks"),
         (["evaluate", "--tasks=animols"], "--tasks: no task 'animols'; "),
         (["score", "--input=missing.txt"], "--input: no file 'missing.txt'"),
     ],

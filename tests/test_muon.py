@@ -224,5 +224,5 @@ def test_devices_without_a_matrix_are_reported(number, used):
     with use(make_mesh(MeshConfig(data=2, fsdp=4))), warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         jax.eval_shape(lambda x: orthogonalized([x], [axes], 0.2, 5), x)
-    report = f"muon: {number} matrices of 4 x 5 are spread over {used} of 8 devices; the others"
+    report = f"muon: {number} matrices of 4 x 5 occupy {used} of 8 devices; the others"
     assert [str(x.message).startswith(report) for x in seen] == [True] * (used < 8)

@@ -53,6 +53,7 @@ class HarnessLM(TemplateLM):
             add_bos_token = run.tokenizer.adds_bos or not is_converted(run.workdir)
         self.add_bos_token, self.max_gen_toks = add_bos_token, max_gen_toks
         self._batch_size = batch_size or run.config.decoding.batch_size
+        self.max_length = run.config.model.max_length
         self._scorer = Scorer(run.config, run.params, run.tokenizer, run.mesh, self._batch_size)
 
     @property
@@ -62,10 +63,6 @@ class HarnessLM(TemplateLM):
     @property
     def prefix_token_id(self) -> int:
         return self.run.tokenizer.bos
-
-    @property
-    def max_length(self) -> int:
-        return self.run.config.model.max_length
 
     @property
     def tokenizer_name(self) -> str:

@@ -17,6 +17,7 @@ from flax import linen as nn, struct
 
 from transformer.decoding.config import check_numbers
 from transformer.decoding.prefill import DecodeState, Ending, begin
+from transformer.decoding.sampling import largest
 from transformer.model.special_tokens import Ids
 
 NEVER = -1e9  # the score of beams and hypotheses that do not exist
@@ -45,13 +46,15 @@ def _grow(
     """Extends the beams by one token. Returns them, and each live one's old beam and new token."""
     batch, k, vocab = logits_BxKxV.shape
     open_B = beams.step < limits_B
-    logp_BxKxV = jax.nn.log_softmax(logits_BxKxV, axis=-1)
-    logp_BxKxV = ending.suppress(logp_BxKxV, NEVER)
-    logp_BxKxV += beams.live_logp_BxK[..., None]
+    normalizer_BxK = jax.nn.logsumexp(logits_BxKxV, axis=-1)
     # Each beam ends in as many ways as there are eos tokens. So at least k of these do not end.
     candidates = min((1 + len(ending.eos_ids)) * k, k * vocab)
-    top_logp, flat = jax.lax.top_k(logp_BxKxV.reshape(batch, -1), candidates)
-    from_beam, token = flat // vocab, flat % vocab
+    each = min(candidates, vocab)
+    allowed = ending.suppress(logits_BxKxV, -jnp.inf).reshape(batch * k, vocab)
+    logits, token = (x.reshape(batch, k, each) for x in largest(allowed, each))
+    logp = jnp.maximum(logits + (beams.live_logp_BxK - normalizer_BxK)[..., None], NEVER)
+    top_logp, best = jax.lax.top_k(logp.reshape(batch, -1), candidates)
+    from_beam, token = best // each, jnp.take_along_axis(token.reshape(batch, -1), best, axis=1)
     text = jnp.take_along_axis(beams.live_BxKxL, from_beam[..., None], axis=1)
     text = text.at[:, :, beams.step].set(token)
     real_logp = jnp.where(open_B[:, None] & (top_logp > NEVER / 2), top_logp, NEVER)

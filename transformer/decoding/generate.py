@@ -92,9 +92,8 @@ class Generator:
     def _room(self) -> int:
         """The longest input. The output of a decoder gets at most half of the length."""
         length = self.config.model.max_length
-        if self._translates:
-            return length
-        return max(length - min(self.config.decoding.max_extra, length - length // 2), 1)
+        answer = min(self.config.decoding.max_extra, length - length // 2)
+        return length if self._translates else max(length - answer, 1)
 
     def _run(self, width: int, ids: list[list[int]], numbers: Sequence[int]) -> np.ndarray:
         """int32[len(ids), ...]: the generated tokens. The batch is filled with empty sequences."""

@@ -18,6 +18,7 @@ from flax import linen as nn
 from transformer.decoding.config import check_numbers
 from transformer.decoding.prefill import Ending, begin
 from transformer.errors import UserError
+from transformer.model.sharding import platform
 from transformer.model.special_tokens import Ids
 
 
@@ -84,26 +85,35 @@ def _continue(draw, read, ending: Ending, limits_B, max_new: int, logits_BxV, me
 def _draw(keys_B, ending: Ending, temperature, top_k, top_p, logits_BxV, step) -> jax.Array:
     logits_BxV = ending.suppress(logits_BxV, -jnp.inf)
     if temperature == 0.0:
-        return most_likely(logits_BxV)
+        on_cpu = platform() == "cpu"  # where jnp.argmax is slow
+        return largest(logits_BxV, 1)[1][:, 0] if on_cpu else jnp.argmax(logits_BxV, axis=-1)
     relative_BxV = logits_BxV - jnp.max(logits_BxV, axis=-1, keepdims=True)  # no overflow
     allowed_BxV = truncate(relative_BxV / temperature, top_k, top_p)
     keys = jax.vmap(jax.random.fold_in, (0, None))(keys_B, step)
     return jax.vmap(jax.random.categorical)(keys, allowed_BxV).astype(jnp.int32)
 
 
-def most_likely(logits_BxV: jax.Array) -> jax.Array:
-    """Returns argmax(logits) over the last axis: the first of equal logits or NaNs; int32. At least
-    five times as fast as `jnp.argmax` on a CPU (64 x 8,192 logits; two cores of an EPYC 9005)."""
-    is_best_BxV = logits_BxV >= jnp.max(logits_BxV, axis=-1, keepdims=True)
-    index_V = jnp.arange(logits_BxV.shape[-1], dtype=jnp.int32)
-    is_best_BxV |= jnp.isnan(logits_BxV)
-    return jnp.min(jnp.where(is_best_BxV, index_V, logits_BxV.shape[-1]), axis=-1)
+def largest(x_BxV: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+    """Returns the same as `jax.lax.top_k`. On a CPU, it takes a quarter of the time for a large V:
+    only the k blocks of V with the largest maxima are sorted. They hold the k largest numbers."""
+    length, block = x_BxV.shape[-1], 256
+    if length <= k * block or platform() != "cpu":
+        return jax.lax.top_k(x_BxV, k)
+    window = (1, block), (1, block), ((0, 0), (0, -length % block))
+    maxima = jax.lax.reduce_window(x_BxV, -jnp.inf, jax.lax.max, *window)
+    first_Bxk = jnp.sort(jax.lax.top_k(maxima, k)[1]) * block
+    start_Bxk = jnp.minimum(first_Bxk, length - block)  # the last block overlaps the one before
+    cut = jax.vmap(lambda x, start: jax.lax.dynamic_slice(x, (start,), (block,)), (None, 0))
+    index = start_Bxk[..., None] + jnp.arange(block)
+    near = jnp.where(index >= first_Bxk[..., None], jax.vmap(cut)(x_BxV, start_Bxk), -jnp.inf)
+    values, at = jax.lax.top_k(near.reshape(len(x_BxV), -1), k)
+    return values, jnp.take_along_axis(index.reshape(len(x_BxV), -1), at, axis=1)
 
 
 def truncate(logits_BxV: jax.Array, top_k: int, top_p: float) -> jax.Array:
     """Sets the logits of disallowed tokens to -inf. The most likely token is always allowed."""
     if top_k:
-        smallest = jax.lax.top_k(logits_BxV, min(top_k, logits_BxV.shape[-1]))[0][:, -1:]
+        smallest = largest(logits_BxV, min(top_k, logits_BxV.shape[-1]))[0][:, -1:]
         logits_BxV = jnp.where(logits_BxV >= smallest, logits_BxV, -jnp.inf)
     if top_p < 1.0:
         ordered_BxV = jnp.flip(jnp.sort(logits_BxV, axis=-1), axis=-1)

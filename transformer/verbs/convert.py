@@ -58,6 +58,5 @@ def run(args, overrides) -> int:
     generates = config.model.family != "encoder" and find_tokenizer(args.workdir) is not None
     further = "generate --workdir=" if generates else "train --config=... --config.train.init_from="
     workdir = buckets.shown(args.workdir)
-    command = f"python -m transformer {further}{workdir}"
-    print(f"{workdir}: created; next: {command}", file=sys.stderr)
+    print(f"{workdir}: created; next: python -m transformer {further}{workdir}", file=sys.stderr)
     return 0

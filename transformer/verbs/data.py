@@ -88,12 +88,11 @@ def _prepare(args, overrides) -> int:
     # `prepare` refuses a mixture, which has no files of its own.
     files = () if text.mixture else tuple(sources.files(text.format, text.train))
     made = prepare(Job(config.model, text, config.seed, files, **options))
-    per_token = made["bytes"] / made["tokens"]
     print("not read: " + ", ".join(f"{n:,} {why}" for why, n in made["dropped"].items()))
     print(
         f"{made['examples']:,} examples, {made['tokens']:,} tokens -> {made['sequences']:,} "
         f"sequences in {made['shards']:,} shard(s), {made['bytes'] / 1e6:,.1f} MB "
-        f"({per_token:.2f} bytes per token); {made['padding']:.1%} padding"
+        f"({made['bytes'] / made['tokens']:.2f} bytes per token); {made['padding']:.1%} padding"
     )
     # Fields that have no effect any more return to their defaults.
     data, default = to_mapping(config.data), to_mapping(DataConfig())

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from transformer import buckets
-from transformer.errors import UserError
+from transformer.errors import UserError, from_extra
 from transformer.output import BOLD, event, styled
 from transformer.verbs.common import folder
 
@@ -29,10 +29,9 @@ def run(args, overrides) -> int:
     from transformer.api import evaluate, load_run
     from transformer.parallel.processes import is_first
 
-    of_tasks = {"--include-path": args.include_path, "--num-fewshot": args.num_fewshot}
-    for option, value in (of_tasks | {"--limit": args.limit}).items():
-        if value is not None and not args.tasks:
-            raise UserError(f"{option}: has no effect without --tasks; name tasks")
+    for option in ("include_path", "num_fewshot", "limit"):
+        if getattr(args, option) is not None and not args.tasks:
+            raise UserError(f"--{option.replace('_', '-')}: no effect without --tasks; name tasks")
     trained = load_run(args.workdir, overrides)
     if args.tasks:
         return _run_tasks(args, trained)
@@ -45,8 +44,7 @@ def run(args, overrides) -> int:
         line = f"{name:<22} {value if isinstance(value, str) else f'{value:,.4g}'}"
         line = event(value, name) if " " in name else line  # texts that were left out
         print(styled(line, BOLD, sys.stdout) if name == headline else line)
-    if len(summary) < len(metrics) and is_first():
-        omitted = len(metrics) - len(summary)
+    if (omitted := len(metrics) - len(summary)) and is_first():
         print(f"and {omitted:,} values by layer: {buckets.shown(args.workdir / args.part)}.json")
     return 0
 
@@ -54,11 +52,8 @@ def run(args, overrides) -> int:
 def _run_tasks(args, trained) -> int:
     from transformer.parallel.processes import is_first
 
-    try:
+    with from_extra("eval", "--tasks: needs"):
         from transformer.harness import evaluate_tasks
-    except ImportError as e:
-        way_out = "the extra [eval]: pip install -e '.[eval]'"
-        raise UserError(f"--tasks: needs {way_out} ({e})") from None
     names = [name.strip() for name in args.tasks.split(",") if name.strip()]
     options = {"num_fewshot": args.num_fewshot, "limit": args.limit}
     table = evaluate_tasks(trained, names, args.include_path, **options)

@@ -44,8 +44,7 @@ def run(args, overrides) -> int:
         raise UserError(f"--target: a {config.model.family} takes one text; put it into --text")
     for name in ("text", "target"):
         check_text(getattr(args, name) or "", f"--{name}")
-    text = args.text
-    if text is None:
+    if (text := args.text) is None:
         try:
             text = ask("text: ") if sys.stdin.isatty() else "\n".join(read_lines("-"))
         except EOFError:  # Ctrl-D

@@ -2,7 +2,6 @@
 Shape suffixes: G matrices of equal shape, n rows and m columns with n <= m."""
 
 import functools
-import itertools
 import math
 import re
 import warnings
@@ -109,7 +108,7 @@ def orthogonalized(xs: list, axes: list[Axes], rms: float, steps: int) -> list[j
     for (_, m), members in groups.items():
         x_Gxnxm = jnp.concatenate([matrices[i] for i in members])
         y_Gxnxm = rms * m**0.5 * _spread(x_Gxnxm, lambda x: newton_schulz(x, steps))
-        ends = list(itertools.accumulate(len(matrices[i]) for i in members))[:-1]
+        ends = [sum(len(matrices[i]) for i in members[:n]) for n in range(1, len(members))]
         results |= dict(zip(members, jnp.split(y_Gxnxm, ends), strict=True))
     return [back[i](results[i])[0] for i in range(len(xs))]
 
@@ -129,9 +128,8 @@ def _spread(x_Gxnxm: jax.Array, function) -> jax.Array:
         if 1 < size <= len(x_Gxnxm) // count:
             axes, count = [*axes, axis], count * size
     if count < (total := math.prod(sizes.values())):
-        matrices = "{} matrices of {} x {}".format(*x_Gxnxm.shape)
-        idle = f"are spread over {count} of {total} devices; the others repeat the work"
-        warnings.warn(f"muon: {matrices} {idle}", stacklevel=2)
+        idle = "muon: {} matrices of {} x {} occupy {} of {} devices; the others repeat the work"
+        warnings.warn(idle.format(*x_Gxnxm.shape, count, total), stacklevel=2)
     if not axes:
         return function(x_Gxnxm)
     place = lambda x: jax.lax.with_sharding_constraint(x, P(tuple(axes)))
