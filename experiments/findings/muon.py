@@ -10,7 +10,26 @@ Pretraining Optimizers and Where to Find Them", tune both and find that Muon rea
 The learning rate of each optimizer is tuned at each size; weight decay is 0.1 for both. At a larger
 scale (TPU v5e-16): --config=experiments/findings/muon.py:paper
 
-Hardware  two CPU cores, 84 runs
+Hardware  two CPU cores, 84 runs, about 90 minutes
+
+Measured (two cores of an AMD EPYC; 400 steps of 1,024 tokens; test/loss with its 95 % interval over
+three seeds; the best learning rate with its interval, and the loss that a factor of 2 from it
+costs; paired by seed, the gain of Muon, and the step at which Muon has AdamW's final loss):
+
+    size  optimizer  test/loss        best rate                cost   gain of Muon           step
+    0.3M  adamw      4.565 +- 0.036   0.010  [0.0095, 0.011]   0.057
+          muon       4.287 +- 0.004   0.015  [0.015, 0.018]    0.056  0.279 [0.243, 0.314]    255
+    0.9M  adamw      4.591 +- 0.041   0.0065 [0.006, 0.0065]   0.082
+          muon       4.227 +- 0.009   0.013  [0.013, 0.015]    0.048  0.364 [0.331, 0.397]    216
+    2M    adamw      4.612 +- 0.020   0.005  [0.004, 0.0053]   0.064
+          muon       4.200 +- 0.024   0.011  [0.011, 0.011]    0.048  0.412 [0.406, 0.419]    198
+
+Muon is better at each size, and needs 0.64, 0.54 and 0.49 times the steps for AdamW's final loss.
+The gain is larger at 2M than at 0.3M, by 0.134 [0.094, 0.174] nats. Wen et al. find that it shrinks
+with size. The two studies differ: here, 0.4 million tokens are 1.2 to 0.2 per parameter, and AdamW
+does not train larger models to a lower loss at all. The best rate of AdamW falls with d_model, with
+slope -1.00 [-1.53, -0.47] in the logarithms; that of Muon hardly does, with -0.44 [-1.24, +0.36].
+All optima are bracketed. The comparison at the rate of the file (18 of the 84 runs) was not run.
 """
 
 import ml_collections
