@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import make, masks, schemes, small, start_decoding, tokens
+from jax.extend.core import jaxprs_in_params
 
 from transformer import UserError
 from transformer.decoding.beam import beam_search
@@ -233,6 +234,33 @@ def test_scanned_layers_do_not_copy_the_cache_in_each_step():
     cache = 2 * 4 * 8 * 128 * config.kv_heads * config.head_size * 4
     # The prefill stacks the states and unstacks them, 6 caches. Scanned steps would move 17 more.
     assert moved[True] < moved[False] + 8 * cache
+
+
+def test_beam_search_does_not_move_keys_and_values():
+    """The beams of a sentence append to the same slots. Only their tokens are reordered."""
+    model, beams = build_model(small("decoder", num_decoder_layers=1)), 3
+    prompt, limits = tokens(0, 2, 4), jnp.full(2, 9)
+    search = functools.partial(beam_search, model, beam_size=beams, alpha=1.0, max_new=9, **ENDING)
+    params = jax.eval_shape(model.init, jax.random.key(0), prompt)
+    loops, program = [], jax.make_jaxpr(search)(params, prompt, limits).jaxpr
+    for equation in jax_equations(program):
+        if equation.primitive.name == "while":
+            loops.append([e for e in jax_equations(equation.params["body_jaxpr"].jaxpr)])
+    assert len(loops) == 1
+    slots = 4 + beams * 9
+    entries = 2 * model.config.kv_heads * slots * model.config.head_size
+    written = [e for e in loops[0] if e.primitive.name == "dynamic_update_slice"]
+    assert sorted(e.outvars[0].aval.size for e in written)[-2:] == [entries, entries]
+    moved = [e.outvars[0].aval for e in loops[0] if e.primitive.name == "gather"]
+    assert max(x.size for x in moved) == 2 * beams * slots, "segments or positions"
+
+
+def jax_equations(program):
+    """Yields the equations of a jaxpr, and of those inside it."""
+    for equation in program.eqns:
+        yield equation
+        for inner in jaxprs_in_params(equation.params):
+            yield from jax_equations(inner)
 
 
 def test_sampling_follows_the_distribution_with_one_key_per_sequence():

@@ -323,11 +323,12 @@ def test_beams_share_the_cached_source():
     model, params = make(small("encoder_decoder", position="t5"))
     source, prompt = tokens(3, 2, 6), tokens(4, 2, 1)
     _, memory = start_decoding(model, params, prompt, 8, source)
-    cache = memory.cache.reorder(lambda x: jnp.repeat(x, 3, axis=0))
+    cache = memory.cache.branch(3)
     memory = memory.replace(cache=cache)
     for layer in cache.layers:
         assert isinstance(layer, LayerState)
-        assert len(layer.mixer.k_BxKxSxH) == 6 and len(layer.source.value.k_BxKxSxH) == 2
+        slots = layer.mixer.k_BxKxSxH.value
+        assert len(slots) == len(layer.source.value.k_BxKxSxH) == 2
     next_tokens = tokens(5, 6, 1)[:, 0]
     logits, _ = jax.jit(functools.partial(advance, model))(params, next_tokens, memory)
     apply = jax.jit(model.apply)

@@ -61,8 +61,7 @@ def _keep_in_sync(mirror: Path, stopped: threading.Event) -> None:
 
 @contextlib.contextmanager
 def closing() -> Iterator[None]:
-    """Synchronizes all open mirrors for the last time at the end. An error of the body precedes
-    theirs."""
+    """Synchronizes all open mirrors for the last time. An error of the body precedes theirs."""
     errors = []
     try:
         yield

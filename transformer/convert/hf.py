@@ -108,8 +108,7 @@ def save_hf(
     """Writes config.json and safetensors that Transformers can load. `params` are as returned by
     `model.init` and `load_hf`. `fields` override fields of config.json; `files` are written beside
     it. Without `family` (a `model_type`), the first family that can express this config is used.
-    Raises UserError if `family`, or without it every family, cannot. On failure, nothing is left in
-    `directory`."""
+    Raises UserError if `family`, or without it every family, cannot, and then leaves no files."""
     require_safetensors()
     chosen, theirs = _choose(config, family)
     directory = Path(directory)

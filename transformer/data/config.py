@@ -25,8 +25,7 @@ _TOKENIZER_EFFECTS = (
 @strict("data.tokenizer", _TOKENIZER_EFFECTS)
 @dataclasses.dataclass(frozen=True)
 class TokenizerConfig:
-    """A SentencePiece model trained on the run's training text (both languages together), or an
-    existing tokenizer.
+    """An existing tokenizer or a SentencePiece model, trained on the training text (both sides).
 
     A trained one has `model.vocab_size` pieces, less the special tokens of the objective."""
 
@@ -125,8 +124,7 @@ class DataConfig:
     # with packing=False: bucket lengths, increasing; the last is `length`
     buckets: tuple[int, ...] = ()
     too_long: str = "drop"  # drop | cut examples that are too long; their number is reported
-    # causal_lm: each held-out sequence repeats this many tokens of the sequence before it as
-    # context, without loss.
+    # causal_lm: each held-out sequence repeats this many tokens of the one before, without loss
     eval_overlap: int = 0
     # Sources to hold out for each of valid and test, unless it has its own file: a number, or a
     # fraction below 0.5, which a hash selects alike in all texts of a mixture.

@@ -1,8 +1,7 @@
 """Readers that stream examples from files of any supported format.
 
 An example is a tuple of strings: (text,) or (source, target). Paths are local or gs://
-(etils.epath) and may be globs. Files that end in .gz or .zst are decompressed as they are read.
-Every error names the file and the line.
+(etils.epath) and may be globs. Files in .gz or .zst are decompressed. Errors name file and line.
 
 Text is UTF-8, with or without a byte order mark. Lines end in LF or CRLF. In every format, examples
 with a blank text are skipped."""
@@ -65,8 +64,7 @@ def examples(
 
 
 def files(format: str, path: str) -> list[str]:
-    """The paths, each readable alone, that `path` consists of: those of files or, for "paired", of
-    pairs of files."""
+    """The paths, each readable alone, of the files (or the pairs, if "paired") in `path`."""
     if format == "paired":
         pairs = _pairs(path)
         for file in itertools.chain.from_iterable(pairs):

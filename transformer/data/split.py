@@ -2,8 +2,7 @@
 
 Translation pairs are many-to-many: on a random split of Tatoeba, a nearest-neighbor memory scores
 27 BLEU. Therefore whole connected components are held out. A component contains all pairs joined by
-the same source or the same target, ignoring case and punctuation. For single texts, a component is
-a set of equal texts.
+the same source or the same target, ignoring case and punctuation. Single texts join equal texts.
 
 A fraction is held out by the hash of the text alone, and does not depend on any other text: sources
 of a mixture agree on the split of a text, and text that is added later does not change it."""

@@ -88,8 +88,7 @@ def joined(metas: Mapping[str, dict]) -> dict:
 
 
 def open_stores(sources: Mapping[str, DataConfig], vocab_size: int) -> dict[str, Store]:
-    """Opens the store of each source. If there are several, a tokenizer that is trained is trained
-    on the text of all of them."""
+    """Opens the store of each source. A new tokenizer is trained on the text of all of them."""
     configs = list(sources.values())
     if len(configs) > 1 and not configs[0].tokenizer.path:
         texts = [RawText(config) for config in configs]

@@ -7,8 +7,8 @@ Vaswani et al. 2017, sec. 6.1), where |y| includes eos. The K best ended hypothe
 are stored apart from its live beams. Its search stops when no live beam can beat the worst of them,
 so its result does not depend on the other sequences of the batch."""
 
-import dataclasses
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -92,28 +92,25 @@ def beam_search(
 
     Missing hypotheses have a score of -1e9. If no hypothesis of a sequence has ended within its
     limit, its live ones are returned, scored in the same way. `beam_size` is K. `alpha` is the
-    exponent of the length penalty; 0: none; larger values favor longer hypotheses. The other
-    arguments and the errors are those of `sample`."""
+    exponent of the length penalty, which favors longer hypotheses. Otherwise as in `sample`."""
     check_numbers("", max_new=max_new, beam_size=beam_size, alpha=alpha)
-    inputs = source_BxS, prompt_mask_BxP, source_mask_BxS
-    logits_BxV, memory, read = begin(model, params, prompt_BxP, limits_B, max_new, *inputs)
+    inputs = prompt_BxP, limits_B, max_new, source_BxS, prompt_mask_BxP, source_mask_BxS
+    logits_BxV, memory, read = begin(model, params, *inputs, beams=beam_size)
     ending = Ending.of(model.config, eos_id, pad_id, suppress_tokens)
     limits_B = jnp.minimum(limits_B, max_new)
     (batch, vocab), k = logits_BxV.shape, beam_size
-    spread = memory.cache.reorder(lambda x: jnp.repeat(x, k, axis=0))
-    memory = dataclasses.replace(memory, cache=spread)  # beams share the encoded source
+    memory = replace(memory, cache=memory.cache.branch(k))
 
     def extend(beams: Beams, logits_BxKxV: jax.Array) -> tuple[Beams, jax.Array]:
         beams, from_beam, token = _grow(beams, logits_BxKxV, limits_B, alpha, ending)
         old_beams = (jnp.arange(batch)[:, None] * k + from_beam).reshape(-1)
-        cache = beams.memory.cache.reorder(lambda x: x[old_beams])
-        memory = dataclasses.replace(beams.memory, cache=cache)
-        return dataclasses.replace(beams, memory=memory), token.reshape(-1)
+        memory = replace(beams.memory, cache=beams.memory.cache.reorder(lambda x: x[old_beams]))
+        return replace(beams, memory=memory), token.reshape(-1)
 
-    def body(carry):  # the cache is moved last: between two moves, it is updated in place
+    def body(carry):
         beams, token = carry
         logits, memory = read(token, beams.memory)
-        return extend(dataclasses.replace(beams, memory=memory), logits.reshape(batch, k, vocab))
+        return extend(replace(beams, memory=memory), logits.reshape(batch, k, vocab))
 
     blank = jnp.full((batch, k, max_new), ending.fill_id, jnp.int32)
     one_live = jnp.where(jnp.arange(k) == 0, 0.0, NEVER)  # all beams are equal at the start

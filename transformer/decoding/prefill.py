@@ -29,7 +29,7 @@ class DecodeState:
 
 def begin(
     model: nn.Module, params: Any, prompt_BxP: jax.Array | None, limits_B: jax.Array, max_new: int,
-    source_BxS: jax.Array | None, *masks: jax.Array | None,
+    source_BxS: jax.Array | None, *masks: jax.Array | None, beams: int = 1,
 ) -> tuple[jax.Array, DecodeState, Callable]:  # fmt: skip
     """Reads the prompts, by default the start token of an encoder-decoder, with `prefill`. Returns
     its results, and (tokens_B, memory) -> the results of `advance`. Also raises UserError without
@@ -49,20 +49,21 @@ def begin(
         way_out = "pass an array with one value for each"
         raise UserError(f"limits_B: {found}, but there are {len(prompt_BxP)} prompts; {way_out}")
     slots = prompt_BxP.shape[1] + max_new
-    logits_BxV, memory = prefill(model, params, prompt_BxP, slots, source_BxS, *masks)
+    logits_BxV, memory = prefill(model, params, prompt_BxP, slots, source_BxS, *masks, beams=beams)
     return logits_BxV, memory, functools.partial(advance, *unrolled(model, params))
 
 
 def prefill(
     model: nn.Module, params: Any, prompt_BxP: jax.Array, slots: int,
     source_BxS: jax.Array | None = None, prompt_mask_BxP: jax.Array | None = None,
-    source_mask_BxS: jax.Array | None = None,
+    source_mask_BxS: jax.Array | None = None, beams: int = 1,
 ) -> tuple[jax.Array, DecodeState]:  # fmt: skip
     """Reads the prompts. Returns the logits of the next token, [B, V], and the memory, with room
-    for `slots` tokens including the prompt. The masks are True at real tokens (default: all).
-    Prompts of unequal length are padded on the left, sources on the right. Raises UserError for
-    arrays of the wrong shape or type, for a prompt mask with padding on the right (if its values
-    are known, that is, outside `jax.jit`), and for more slots than the model has positions."""
+    for `slots` tokens including the prompt, in each of `beams` continuations of it. The masks are
+    True at real tokens (default: all). Prompts of unequal length are padded on the left, sources on
+    the right. Raises UserError for arrays of the wrong shape or type, for a prompt mask with
+    padding on the right (if its values are known, that is, outside `jax.jit`), and for more slots
+    than the model has positions."""
     _check(model, prompt_BxP, source_BxS)
     if slots < prompt_BxP.shape[1]:
         problem = f"{slots} are fewer than the {prompt_BxP.shape[1]} tokens of the prompt"
@@ -82,7 +83,8 @@ def prefill(
     options["positions"] = jnp.maximum(jnp.cumsum(real_BxP, axis=1) - 1, 0)
     if model.config.prefix_lm:
         options["prefix_mask"] = real_BxP
-    cache, encoded = model.empty_cache(prompt_BxP.shape[0], slots), ()
+    (batch, length), encoded = prompt_BxP.shape, ()
+    cache = model.empty_cache(batch, length + (slots - length) * beams, beams)
     if source_BxS is not None:
         encoded = model.apply(params, source_BxS, padding_mask=source_mask_BxS, method="encode")
     logits, cache = model.apply(params, prompt_BxP, cache, *encoded, method="decode", **options)
@@ -132,8 +134,7 @@ class Ending(NamedTuple):
         cls, config: ModelConfig, eos_id: Ids, pad_id: int | None, suppress_tokens: Sequence[int]
     ) -> "Ending":
         """The tokens of the arguments, or of `config` where an argument is None. If there is no pad
-        token, eos pads. Raises UserError if there is no eos, for ids outside the vocabulary, and if
-        all tokens are suppressed."""
+        token, eos pads. Raises UserError without eos or tokens to generate, and for unknown ids."""
         eos_ids = as_tuple(config.eos_id if eos_id is None else eos_id)
         pad_id = config.pad_id if pad_id is None else pad_id
         suppressed = tuple(suppress_tokens)

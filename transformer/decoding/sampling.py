@@ -95,8 +95,7 @@ def _draw(keys_B, ending: Ending, temperature, top_k, top_p, logits_BxV, step) -
 
 def largest(x_BxV: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     """Returns the same as `jax.lax.top_k`, if no number is NaN. On a CPU, it takes a quarter of the
-    time for a large V: only the k blocks of V with the largest maxima are sorted, which hold the k
-    largest numbers."""
+    time for a large V: it sorts the k blocks with the largest maxima, which hold the results."""
     length, block = x_BxV.shape[-1], 256
     if length <= k * block or platform() != "cpu":
         return jax.lax.top_k(x_BxV, k)

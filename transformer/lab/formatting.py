@@ -7,9 +7,8 @@ from transformer.lab.statistics import Mean
 
 
 def number(x: float, half: float = math.nan, sign: str = "") -> str:
-    """Formats a number, with its sign if `sign` is "+", and with the decimals that show two
-    significant digits of the half-width. Without an interval: three decimals, or two significant
-    digits of a small x."""
+    """Formats a number, with its sign if `sign` is "+", and with the decimals that show two digits
+    of the half-width. Without an interval: three decimals, or two digits of a small x."""
     if math.isnan(x):
         return "-"
     scale = half if math.isfinite(half) and half > 0 else min(abs(x) or 0.01, 0.01)

@@ -15,8 +15,7 @@ CONDITION = 3000.0  # largest condition number of an identified law; Hoffmann et
 
 
 class Cost(NamedTuple):
-    """Training FLOPs per token as a power law c N^m, which also holds with attention and
-    unembedding. These dominate small models."""
+    """Training FLOPs per token, c N^m: a power law that includes attention and unembedding."""
 
     c: float = 6.0
     m: float = 1.0

@@ -27,6 +27,12 @@ class Shared:
     value: Any
 
 
+@struct.dataclass
+class Slots(Shared):
+    """An array with an entry per token, [B, S, size] or [B, K, S, size], which beams share: each of
+    them appends its own entries, and those of others are empty slots in its `Cache.tokens`."""
+
+
 def _is_shared(x: Any) -> bool:
     return isinstance(x, Shared)
 
@@ -47,14 +53,24 @@ class Cache:
     layers: tuple[LayerState, ...]
     tokens: Tokens  # one entry per slot. Empty slots have segment 0, so masks hide them
     index: jax.Array  # int32[], the next slot of all sequences, as prompts are padded on the left
+    beams: int = struct.field(pytree_node=False, default=1)  # rows that share a sentence's slots
 
     def append(self, tokens: Tokens) -> Tokens:
-        """Returns the tokens of all slots after writing `tokens`, whose order they take on."""
-        put = lambda slots, new: jax.lax.dynamic_update_slice_in_dim(
-            slots, jnp.broadcast_to(new, (len(slots), new.shape[1])), self.index, axis=1
-        )
+        """Returns the tokens of all slots after writing `tokens`, whose order they take on. Each
+        beam's token takes one of `beams` slots, and the others stay empty in its row."""
+        rows = len(self.tokens.segments_BxT)
+        is_own_BxK = jnp.arange(rows)[:, None] % self.beams == jnp.arange(self.beams)
+
+        def put(slots, new):
+            new = (new[..., None] * is_own_BxK[:, None]).reshape(rows, -1)
+            return jax.lax.dynamic_update_slice_in_dim(slots, new, self.index, axis=1)
+
         slots = jax.tree.map(put, self.tokens, tokens.replace(until_BxT=None, order=""))
         return slots.replace(order=tokens.order)
+
+    def branch(self, beams: int) -> "Cache":
+        """Returns the cache of `beams` continuations of each sequence, in adjacent rows."""
+        return self.reorder(lambda x: jnp.repeat(x, beams, axis=0)).replace(beams=beams)
 
     def reorder(self, select: Callable[[jax.Array], jax.Array]) -> "Cache":
         """Applies `select`, an indexing of axis 0, to the batch axis of everything but `Shared`."""
@@ -70,16 +86,17 @@ def check_cache(config: ModelConfig, cache: Cache, tokens: Tokens, encoded_BxSxD
     slots counts padding as tokens, so padding must precede the first."""
     cached_BxS, new_BxT = (values(x) for x in (cache.tokens.segments_BxT, tokens.segments_BxT))
     slots, new, index = cache.tokens.segments_BxT.shape[1], tokens.segments_BxT.shape[1], 0
+    new *= cache.beams  # each beam's tokens have their own slots
     if (index_value := values(cache.index)) is not None:
         index = int(index_value)
     if index + new > slots:
         problem = f"{new} tokens do not fit, because {index} of the {slots} slots are used"
         raise UserError(f"cache: {problem}; create it with more slots")
     leaves = jax.tree.leaves(cache.layers, is_leaf=_is_shared)
-    if encoded_BxSxD is not None and any(map(_is_shared, leaves)):
+    if encoded_BxSxD is not None and Shared in map(type, leaves):
         way_out = "pass None, or begin with an empty cache"
         raise UserError(f"encoded_BxSxD: the cache already has a source; {way_out}")
-    if cached_BxS is None or new_BxT is None or index_value is None:
+    if cached_BxS is None or new_BxT is None or index_value is None or cache.beams > 1:
         return
     new_BxT = np.broadcast_to(new_BxT, (len(cached_BxS), new))
     segments_BxT = np.concatenate([cached_BxS[:, :index], new_BxT], axis=1)
@@ -92,9 +109,10 @@ def check_cache(config: ModelConfig, cache: Cache, tokens: Tokens, encoded_BxSxD
         raise UserError(f"padding_mask: padding after a token, but {keeps}; {way_out}")
 
 
-def empty_cache(config: ModelConfig, batch: int, slots: int) -> Cache:
-    """Returns a cache that can hold `slots` tokens per sequence."""
-    states = (_empty_state(layer, batch, slots) for layer in config.layers("decoder"))
+def empty_cache(config: ModelConfig, batch: int, slots: int, beams: int = 1) -> Cache:
+    """Returns a cache that can hold `slots` tokens per sequence. Windows hold those of `beams`."""
+    layers = (layer.part(window=layer.window * beams) for layer in config.layers("decoder"))
+    states = (_empty_state(layer, batch, slots) for layer in layers)
     zeros = jnp.zeros((batch, slots), jnp.int32)
     return Cache(tuple(map(LayerState, states)), Tokens(zeros, zeros), jnp.zeros((), jnp.int32))
 
@@ -114,43 +132,60 @@ def _empty_state(layer: ModelConfig, batch: int, slots: int) -> State:
 # Products of one query with all keys read each head's entries in this order.
 
 
-def empty_slots(config: ModelConfig, batch: int, slots: int, *shape: int) -> jax.Array:
+def empty_slots(config: ModelConfig, batch: int, slots: int, *shape: int) -> Slots:
     """Returns zeros for `slots` tokens, or `window` if fewer. `shape`: (size) or (heads, size)."""
     count = min(slots, config.window or slots)
-    return jnp.zeros((batch, *shape[:-1], count, shape[-1]), config.dtype)
+    return Slots(jnp.zeros((batch, *shape[:-1], count, shape[-1]), config.dtype))
+
+
+def by_beam(function: Callable, entries: Any, *rows: Any) -> Any:
+    """Returns function(entries, *rows), where the entries of a sentence serve all its beams. Arrays
+    of `entries` have one row per sentence, those of `rows` and of the result one per beam."""
+    count, total = (len(jax.tree.leaves(tree)[0]) for tree in (entries, rows))
+    if count == total:
+        return function(entries, *rows)
+    split = lambda x: jnp.broadcast_to(x, (total, *x.shape[1:])).reshape(count, -1, *x.shape[1:])
+    out = jax.vmap(functools.partial(function, entries), 1, 1)(*jax.tree.map(split, rows))
+    return jax.tree.map(lambda x: x.reshape(total, *x.shape[2:]), out)
 
 
 def extend(slots: Any, new: Any, context: Context) -> tuple[Any, Tokens, Any]:
-    """Writes the entries of new tokens, [B, T, size] or [B, K, T, size], to the slots.
-
-    Returns the entries that the new tokens can attend to, their tokens, and the next slots.
+    """Writes the entries of new tokens, [B, T, size] or [B, K, T, size], to a tree of `Slots`.
+    Returns the entries for them to attend to (with `by_beam`), their tokens, and the next slots.
 
     If there are fewer slots than the cache has tokens, they form a ring: token i is in slot
     i mod S. The token that it replaces is outside the window of every later token. Several new
     tokens at once attend to the previous contents of the ring and to each other, because the first
     of them may still attend to entries that the last of them overwrite."""
-    tokens, index = context.key_tokens, context.index
-    count, length = (jax.tree.leaves(tree)[0].shape[-2] for tree in (slots, new))
+    tokens, index, T = context.key_tokens, context.index, jax.tree.leaves(new)[0].shape[-2]
+    old = jax.tree.map(lambda x: x.value, slots, is_leaf=_is_shared)
+    new = jax.tree.map(_of_sentences, old, new)
+    count, length = (jax.tree.leaves(tree)[0].shape[-2] for tree in (old, new))
     if count == tokens.segments_BxT.shape[1]:
         write = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=index, axis=-2)
-        slots = jax.tree.map(lambda old, x: write(old, x.astype(old.dtype)), slots, new)
-        return slots, tokens, slots
-    num_written = min(length, count)
+        written = jax.tree.map(write, old, new)
+        return written, tokens, jax.tree.map(Slots, written)
+    num_written, in_ring = min(length, count), functools.partial(_in_ring, tokens, count)
     ring = (index + length - num_written + jnp.arange(num_written)) % count
-    last = lambda x: x[..., length - num_written :, :]
-    put = lambda old, x: old.at[..., ring, :].set(last(x).astype(old.dtype))
-    written = jax.tree.map(put, slots, new)
-    if length == 1:
-        return written, _in_ring(tokens, index, count), written
-    like = lambda a, b: jnp.broadcast_to(b, (len(a), *b.shape[1:]))
-    join = lambda a, b, axis=1: jnp.concatenate([a, like(a, b)], axis)
-    new_tokens = context.tokens.replace(until_BxT=None, order="")
-    readable_tokens = jax.tree.map(join, _in_ring(tokens, index - 1, count), new_tokens)
-    readable = jax.tree.map(lambda old, x: join(old, x.astype(old.dtype), -2), slots, new)
-    return readable, readable_tokens, written
+    put = lambda old, x: old.at[..., ring, :].set(x[..., length - num_written :, :])
+    written = jax.tree.map(put, old, new)
+    slots = jax.tree.map(Slots, written)
+    if T == 1:
+        return written, in_ring(index + length - 1), slots
+    cut = lambda x: jax.lax.dynamic_slice_in_dim(x, index, length, axis=1)
+    join = lambda a, b, axis=1: jnp.concatenate([a, b], axis)
+    new_tokens = jax.tree.map(cut, tokens.replace(order=""))
+    readable = jax.tree.map(functools.partial(join, axis=-2), old, new)
+    return readable, jax.tree.map(join, in_ring(index - 1), new_tokens), slots
 
 
-def _in_ring(tokens: Tokens, last: jax.Array, count: int) -> Tokens:
+def _of_sentences(slots: jax.Array, new: jax.Array) -> jax.Array:
+    """Returns new entries, [B, ..., T, size], with those of a sentence's beams in one row."""
+    new = new.astype(slots.dtype).reshape(len(slots), -1, *new.shape[1:])
+    return jnp.moveaxis(new, 1, -2).reshape(*slots.shape[:-2], -1, slots.shape[-1])
+
+
+def _in_ring(tokens: Tokens, count: int, last: jax.Array) -> Tokens:
     """Returns the tokens in a ring of `count` slots after token `last` was written."""
     index = last - (last - jnp.arange(count)) % count
     in_ring = jax.tree.map(lambda x: x[:, jnp.maximum(index, 0)], tokens)

@@ -129,9 +129,9 @@ class _Family(nn.Module):
                 raise UserError(f"apply: no option {name!r}; {nearest(name, known)}")
 
     @nn.nowrap
-    def empty_cache(self, batch: int, slots: int) -> Cache:
+    def empty_cache(self, batch: int, slots: int, beams: int = 1) -> Cache:
         """Returns the initial cache of `decode`, with `slots` tokens per sequence."""
-        return empty_cache(self.config, batch, slots)
+        return empty_cache(self.config, batch, slots, beams)
 
     def __call__(self, *tokens: jax.Array, **options) -> jax.Array:
         """Returns the logits, float32[B, T, V]. Tokens and options as for `features`."""

@@ -49,8 +49,7 @@ def fitting(name: str, size: int) -> tuple[str, ...]:
 
 
 def axis_of(name: str) -> tuple[str, int]:
-    """Returns (mesh axis, devices along it) of a logical name that is sharded over one mesh axis;
-    ("", 1) if it is not sharded."""
+    """Returns (mesh axis, devices) of a logical name with one mesh axis; ("", 1) if unsharded."""
     axes = _axes(name)
     return (axes[0], jax.sharding.get_abstract_mesh().shape[axes[0]]) if axes else ("", 1)
 

@@ -131,7 +131,8 @@ class Stack(nn.Module):
         carry = last.begin(x_BxTxD, sublayers), passed
         (streams, _), layers = self._layers(carry, cache, schemes, context, deterministic)
         if cache is not None:
-            cache = Cache(layers, key_tokens.replace(order=""), cache.index + x_BxTxD.shape[1])
+            index = cache.index + x_BxTxD.shape[1] * cache.beams
+            cache = Cache(layers, key_tokens.replace(order=""), index, cache.beams)
         return last.end(parts_of(self), streams, sublayers), cache
 
     def _spread(self, tokens: Tokens) -> Tokens:

@@ -211,8 +211,7 @@ def kept(program: HloProgram) -> float:
 
 def _origins(name: str, computation: Computation, program: HloProgram, sizes: dict) -> None:
     """Adds to `sizes` the forward pass's arrays from which `name` is obtained by moving data. An
-    element of a tuple is what a loop computed or, if its body returns the element unchanged, its
-    argument."""
+    element of a tuple is a loop's result or, if its body returns it unchanged, its argument."""
     op = computation.get(name)
     if op is None or name in sizes or op.opcode in ("parameter", "constant", "iota"):
         return

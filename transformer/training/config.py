@@ -95,8 +95,7 @@ class TrainConfig:
     steps: int = 1000  # updates of the parameters
     label_smoothing: float = 0.0  # probability mass of a target that is spread over the vocabulary
     z_loss: float = 0.0  # weight of (log Z)^2, which keeps the logits from drifting
-    # Micro-batches per step. More of them need less memory. The loss is the same, except that
-    # dropout masks differ.
+    # Micro-batches per step. More of them need less memory; only dropout masks differ.
     accumulate: int = 1
     ema_decay: float = 0.0  # moving average of the parameters, used for evaluation; 0: off
     average_checkpoints: int = 0  # evaluate the mean of the last n checkpoints; 0: only the last

@@ -1,14 +1,12 @@
 """`convert`: convert Hugging Face weights to a run directory, and back.
 
-Convert Hugging Face weights (config.json and safetensors) to a run directory, and back.
-The tokenizer is converted, too.
+Convert Hugging Face weights (config.json, safetensors, tokenizer) to a run directory, and back.
 
   python -m transformer convert --from=DOWNLOADED --workdir=runs/gpt2
   python -m transformer generate --workdir=runs/gpt2
   python -m transformer convert --workdir=runs/gpt2 --to=EXPORTED
 
-  --config.model.scan_layers=False and other --config.model.* and --config.mesh.* change how the
-  converted model is run."""
+  --config.model.scan_layers=False, other --config.model.* and --config.mesh.* set how it runs."""
 
 import sys
 

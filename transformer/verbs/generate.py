@@ -1,7 +1,6 @@
 """`generate`: translate or continue text, line by line.
 
-Translate (encoder-decoder) or continue (decoder) text, one line of output per line of
-input.
+Translate (encoder-decoder) or continue (decoder) text: one line of output per line of input.
 
   --config.decoding.beam_size=4 and other --config.decoding.* override the run's decoding settings.
 """

@@ -1,8 +1,7 @@
 """`inspect`: write a page with attention maps, logit lens and profiles of a run for a text.
 
-Inspect a trained model on a text: the loss of each token, the prediction of each layer
-(the logit lens), where each head attends, and how the residual stream grows. The output is one
-self-contained HTML page.
+Inspect a trained model on a text, as an HTML page: the loss of each token, the prediction of each
+layer (the logit lens), where each head attends, and how the residual stream grows.
 
   python -m transformer inspect --workdir=runs/quickstart --text="Where is the library?"
   python -m transformer inspect --workdir=runs/quickstart --text="Where is the library?" \\

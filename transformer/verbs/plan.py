@@ -3,8 +3,7 @@
 Estimate what an experiment needs on a machine, before you rent the machine. The
 programs of the experiment are compiled here, with the machine's compiler and from array shapes
 alone. The plan shows the memory of a device by kind, the collectives, the minimum time of a step
-at the chip's published rates, and the time and price of the run. If the experiment does not fit,
-the plan suggests changes.
+at the chip's published rates, and the time and price of the run, and suggests changes if needed.
 
   python -m transformer plan --config=experiments/scale/decoder_8b.py --topology=v5p:4x4x4 \\
       --price=4.2

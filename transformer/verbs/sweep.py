@@ -4,8 +4,7 @@ Train and evaluate every arm of an experiment file's sweep(), once for each seed
 
 Finished runs are skipped, and interrupted runs resume. A run that diverges or fails is recorded,
 and the others continue. The same command continues an interrupted sweep. Before any run, the
-command shows what each arm changes in the model, and rejects arms that differ in an undeclared
-property.
+command shows what each arm changes in the model, and rejects arms with undeclared differences.
 
 If the sweep has numbers to tune, it first trains every arm with several values of them. Then it
 trains each arm with its best values, and with those of the file. --untuned does only the last.
@@ -17,8 +16,7 @@ trains each arm with its best values, and with those of the file. --untuned does
       resumes the sweep in that folder
 
 Runs that differ only in numbers (seed, learning rate, weight decay, warm-up, b2, dropout) are
-trained as one program. On a pod, start this command on every host. Each run then uses all chips,
-one run after another."""
+trained as one program. On a pod, start this command on every host. Each run then uses all chips."""
 
 import argparse
 import sys

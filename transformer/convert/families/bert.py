@@ -1,6 +1,5 @@
 """BERT (Devlin et al. 2019), RoBERTa (Liu et al. 2019), XLM-RoBERTa (Conneau et al. 2020),
-CamemBERT (Martin et al. 2020) and DistilBERT (Sanh et al. 2019). Post-norm encoders with learned
-positions, and their heads."""
+CamemBERT (Martin et al. 2020), DistilBERT (Sanh et al. 2019): post-norm, learned positions."""
 
 import dataclasses
 import functools

@@ -1,6 +1,5 @@
 """GPT-2 (Radford et al. 2019), OPT (Zhang et al. 2022), BLOOM (Scao et al. 2022), and GPT-NeoX
-(Black et al. 2022) with Pythia. Decoders with LayerNorm. All are pre-norm, but for OPT-350m, whose
-embedding is also narrower."""
+(Black et al. 2022) with Pythia: pre-norm decoders with LayerNorm. OPT-350m is post-norm."""
 
 from transformer.convert.families import bart
 from transformer.convert.family import Family

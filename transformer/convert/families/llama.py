@@ -146,8 +146,7 @@ def write_windows(c: ModelConfig, has_switch: bool = False) -> dict:
 def local_and_global(
     f: Fields, theta: float, local_theta: float, is_local: list[bool], size: int | None = None
 ) -> dict:
-    """Reads layers without and with a window of `size` (`used_window`), whose default rotary bases
-    are `theta` and `local_theta`."""
+    """Reads layers without a window, with base `theta`, and with one of `size`, `local_theta`."""
     positions = rotary_by_type(f, {"full_attention": theta, "sliding_attention": local_theta})
     window = windows(f, is_local, size)
     kinds = ["sliding_attention" if x else "full_attention" for x in window]

@@ -14,8 +14,7 @@ _PROJECTIONS = {
     "gelu_new": ("gelu_tanh", False), "gated-gelu": ("gelu_tanh", True),
     "gated-silu": ("silu", True), "gated-relu": ("relu", True),
 }  # fmt: skip
-"""Their feed_forward_proj -> our (activation, glu). In T5, gated gelu is the tanh approximation,
-and ungated gelu is exact."""
+"""feed_forward_proj -> our (activation, glu). T5's gelu is approximate if gated, else exact."""
 
 _FIELDS = {
     "vocab_size": field(32128, "vocab_size"), "d_model": field(512, "d_model"),

@@ -34,8 +34,7 @@ class Denoiser(NamedTuple):
         noise, spans = self.counts(len(ids))
         if not self.mean_length:
             return ids[: len(ids) - noise], ids[len(ids) - noise :]
-        # As in T5's random_spans_noise_mask: remaining and removed spans alternate, starting with a
-        # remaining one.
+        # As in T5's random_spans_noise_mask: remaining and removed spans alternate, in this order.
         removed, remaining = (_cut_randomly(n, spans, generator) for n in (noise, len(ids) - noise))
         pieces = np.split(ids, np.cumsum(np.stack([remaining, removed], axis=1).ravel())[:-1])
         sentinels = [np.array([sentinel - i]) for i in range(spans)]

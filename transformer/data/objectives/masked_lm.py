@@ -16,11 +16,9 @@ class MaskedLM(Objective):
 
     Of these, a fraction `mask` is replaced by the mask token and a fraction `random` by random
     pieces; the others are unchanged (BERT: 80, 10 and 10 %). With `whole_words`, all pieces of a
-    word are predicted or none. The mask token is that of a tokenizer.json ([MASK], <mask>), or else
-    the first id after the pieces.
+    word are predicted or none. The mask token is that of a tokenizer.json, or follows the pieces.
 
-    A sequence is bos, x_1, ..., x_n, eos (bos is BERT's [CLS], eos its [SEP]). Longer texts are
-    split into parts.
+    A sequence is bos, x_1, ..., x_n, eos (BERT's [CLS] and [SEP]). Longer texts are split.
 
     With `next_sentence`, texts are split into parts of (length - 3) / 2 tokens, and a sequence is
     bos, A, eos, B, eos. B is the part that follows A (label 0) or, half of the time, a part of

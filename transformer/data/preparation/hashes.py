@@ -121,8 +121,7 @@ def select(job: Job, number: int, folder: Path, limits: dict[str, int]) -> Path:
 
 
 def selected(job: Job) -> tuple[dict[str, list[Example]], list[Example]]:
-    """The examples of valid and test, and the tokenizer's sample. Writes the hashes of held-out
-    texts, which `_write` leaves out."""
+    """The examples of valid and test, and the tokenizer's sample. Also writes held-out hashes."""
     found: dict[str, list[Example]] = {"valid": [], "test": [], "sample": []}
     for file in range(len(job.files)):
         with job.result("select", file).open("r", encoding="utf-8") as lines:

@@ -8,8 +8,7 @@ Apache Beam distributes the work over processes or machines:
     write         range of examples  -> a shard of training sequences
 
 Beam passes only the numbers of files and ranges between workers; texts stay in files. Each task
-writes its result to OUTPUT/unfinished when it is complete. A preparation that is started again
-skips the tasks whose results exist.
+writes its result to OUTPUT/unfinished when it is complete. If restarted, it skips these tasks.
 
 Held-out examples are those whose sources have the smallest hashes: `data.held_out` sources, or that
 fraction of all hashes, for test; as many for valid. The sources of the tokenizer's sample have the

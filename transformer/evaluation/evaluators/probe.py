@@ -43,8 +43,7 @@ class Probe(Evaluator):
     def measure(self, subject: Subject, snapshot: Snapshot) -> Metrics:
         """Yields probe/exact/LENGTH and probe/tokens/LENGTH (of the task: data/probes.py). A token
         is correct if it is the most likely one given those before. `exact` is the share of answers
-        that are correct in every token, as greedy decoding gives; `tokens` is that of correct
-        tokens."""
+        whose tokens are all correct, as in greedy decoding; `tokens` is that of correct tokens."""
         config = subject.config
         trained = probes.parse(config.data.train) if _has_task(config.data) else None
         for length in self.lengths or tuple(times * trained.longest for times in (1, 2, 4)):

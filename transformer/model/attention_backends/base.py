@@ -148,9 +148,10 @@ def read(weights_BxNxTxS, v_BxSxKxH, inputs: Inputs, mask_BxTxS, dtype=None) -> 
     weights_BxNxTxS = weights_BxNxTxS.astype(v_BxSxKxH.dtype)
     weights_BxKxGxTxS = weights_BxNxTxS.reshape(batch, kv_heads, heads // kv_heads, queries, keys)
     with pairs(inputs.mask, inputs.q_tokens, queries, keys):
-        products = "BKGTS,BSKH->BTKGH", weights_BxKxGxTxS, v_BxSxKxH
-        out_BxTxKxGxH = jnp.einsum(*products, preferred_element_type=dtype)
-    out_BxTxNxH = out_BxTxKxGxH.reshape(batch, queries, heads, v_BxSxKxH.shape[-1])
+        # The weights are the left operand of this order of results, which is faster on CPUs.
+        products = "BKGTS,BSKH->BKGTH", weights_BxKxGxTxS, v_BxSxKxH
+        out_BxKxGxTxH = jnp.einsum(*products, preferred_element_type=dtype)
+    out_BxTxNxH = by_head(out_BxKxGxTxH.reshape(batch, heads, queries, -1))
     position = inputs.logits_position
     if position is not None and position.reads_content:
         out_BxTxNxH = position.value(out_BxTxNxH, weights_BxNxTxS, _pair(inputs, mask_BxTxS))

@@ -1,7 +1,7 @@
 """Attention: projections, positions, inner attention, output projection. K = N is multi-head
 attention, 1 < K < N is grouped-query attention, K = 1 is multi-query attention.
 Shape suffixes: B batch, T query length, S key length, D d_model, N query heads, K key/value heads,
-H head size (d_value for values), E sources, Q queries of all sequences that share a source."""
+H head size (d_value for values)."""
 
 import functools
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from flax import linen as nn
 
 from transformer.model import attention_backends, attention_statistics
 from transformer.model.attention_backends.base import by_head
-from transformer.model.cache import Shared, empty_slots, extend
+from transformer.model.cache import Shared, by_beam, empty_slots, extend
 from transformer.model.config import ModelConfig
 from transformer.model.initializers import declare
 from transformer.model.linear import Linear
@@ -190,24 +190,19 @@ def merge_heads(module: nn.Module, out_BxTxNxH: jax.Array, bias: bool) -> jax.Ar
 
 
 class SourceAttention(Attention):
-    """softmax(Q K^T / sqrt(d_head)) V W_O, with queries from a stack and K and V from its source.
-    The queries of sequences that share a source are concatenated into one long sequence, so that
-    the source's keys and values need not be repeated."""
+    """softmax(Q K^T / sqrt(d_head)) V W_O, with K and V from the source, which rows may share."""
 
     @nn.compact
     def __call__(self, x_BxTxD, context: Context, position, state: Shared | None, deterministic):
         """Returns the output and the keys and values of the source. Does not use `position`."""
         if state is None:
             state = Shared(KeyValue(*map(by_head, self._keys_and_values(context.source_BxSxD))))
-        batch, sources = len(x_BxTxD), len(state.value.k_BxKxSxH)
-        all_rows = lambda x: jnp.broadcast_to(x, (batch, *x.shape[1:]))
-        group = lambda x: all_rows(x).reshape(sources, -1, *x.shape[2:])
-        x_ExQxD, tokens = x_BxTxD, context.tokens
-        if batch != sources:
-            x_ExQxD, tokens = group(x_BxTxD), jax.tree.map(group, context.tokens)
-        q_and_kv, tokens = (self._queries(x_ExQxD), state.value), (tokens, context.source_tokens)
-        out_ExQxD = self._attend(x_ExQxD, q_and_kv, SAME_SEGMENT, tokens, None, deterministic)
-        return out_ExQxD.reshape(x_BxTxD.shape), state
+        spread = lambda x: jnp.repeat(x, len(x_BxTxD) // len(x), axis=0)
+        kv, tokens = state.value, (context.tokens, jax.tree.map(spread, context.source_tokens))
+        if context.index is None:  # not in decoding: dropout differs between sequences
+            kv = jax.tree.map(spread, kv)
+        q_and_kv = self._queries(x_BxTxD), kv
+        return self._attend(x_BxTxD, q_and_kv, SAME_SEGMENT, tokens, None, deterministic), state
 
 
 def self_mask(config: ModelConfig, side: str) -> Mask:
@@ -252,5 +247,10 @@ def inner_attention(
         module.sow("heads", "heads", attention_statistics.heads(*qkv[:2], inputs))
     if watched(module, "maps"):
         module.sow("maps", "weights", attention_statistics.weights(*qkv[:2], inputs)[0])
-    arguments = (*qkv, inputs.by_index())
-    return attention_backends.choose(cfg.attention_backend, *arguments)(*arguments)
+
+    def attend(kv, q_BxTxNxH, q_tokens, k_tokens):
+        part = inputs.replace(q_tokens=q_tokens, k_tokens=k_tokens).by_index()
+        arguments = q_BxTxNxH, *kv, part
+        return attention_backends.choose(cfg.attention_backend, *arguments)(*arguments)
+
+    return by_beam(attend, qkv[1:], qkv[0], *tokens)

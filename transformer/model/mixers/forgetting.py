@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+from transformer.model.cache import empty_slots
 from transformer.model.linear import Linear
 from transformer.model.mixers.attention import Attention, KeyValue, SelfAttention, scale_of
 from transformer.model.mixers.base import MIXERS, Context
@@ -45,10 +46,9 @@ class Forgetting(SelfAttention):
         return functools.partial(ForgettingAttention, config, self, side, gain, out_gain)
 
     def empty_state(self, config, batch, slots):
-        k_BxKxSxH, v_BxKxSxH = super().empty_state(config, batch, slots)
-        k_BxKxSxH = jnp.pad(k_BxKxSxH, ((0, 0), (0, 0), (0, 0), (0, CHANNELS)))
-        kv = KeyValue(k_BxKxSxH, v_BxKxSxH)
-        return ForgettingState(kv, jnp.zeros((batch, config.num_heads), jnp.float32))
+        sizes = config.key_size("decoder") + CHANNELS, config.value_size
+        kv = (empty_slots(config, batch, slots, config.num_heads, size) for size in sizes)
+        return ForgettingState(KeyValue(*kv), jnp.zeros((batch, config.num_heads), jnp.float32))
 
 
 class ForgettingAttention(Attention):

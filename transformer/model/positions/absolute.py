@@ -53,8 +53,7 @@ class Sinusoidal(Position):
 
     Parameters: none.
     Cache: PE is computed at the new token's position.
-    Beyond the training length: defined, but models do not extrapolate; perplexity rises at once
-        (Press et al. 2022)."""
+    Beyond the training length: defined, but perplexity rises at once (Press et al. 2022)."""
 
     base: float = option(10_000.0)
     layout: str = option("interleaved")

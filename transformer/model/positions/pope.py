@@ -20,11 +20,9 @@ class PoPE(Position):
 
     over the d dimensions c = 0, 1, ... of a head: the content sets magnitudes, and positions set
     phases. There are twice as many frequencies as in rotary positions. The bias b of each head is
-    learned and limited to [-2 pi, 0]. Queries and keys become 2 d wide, as magnitude times (cos,
-    sin) of the phase.
+    learned and limited to [-2 pi, 0]. Queries and keys have 2 d numbers, magnitude (cos, sin).
 
-    start: initial b. "zero" extrapolates better; "uniform", in [-2 pi, 0], is slightly better at
-        the training length.
+    start: initial b. "zero" extrapolates better; "uniform", in [-2 pi, 0], is better in training.
 
     The paper's text was not available to confirm that each layer has a bias of its own.
 
