@@ -140,6 +140,32 @@ def test_xpos_cached_decoding_across_blocks():
         logits, memory = step(text[:, t], memory)
 
 
+@pytest.mark.parametrize("fraction", [1.0, 0.5])
+@pytest.mark.parametrize("layout", ["halves", "interleaved"])
+def test_rotations_on_a_tpu_equal_those_elsewhere(layout, fraction, monkeypatch):
+    """On a TPU, they are a product with a matrix. yarn also scales the rotated dimensions."""
+    options = {"layout": layout, "fraction": fraction}
+    options["scaling"] = {"name": "yarn", "factor": 4.0, "original_length": 8}
+    scheme = (
+        positions.build({"name": "rotary", **options})
+        .replace(d_head=16)
+        .at(jnp.arange(7)[None] + jnp.array([[0], [100]]))
+    )
+    keys = jax.random.split(jax.random.key(0))
+    for dtype in (jnp.float32, jnp.bfloat16):
+        x, d_out = (jax.random.normal(key, (2, 7, 3, 16), dtype) for key in keys)
+        found, products = [], []
+        for name in ("cpu", "tpu"):
+            module = "transformer.model.positions.rotary"
+            monkeypatch.setattr(f"{module}.platform", lambda name=name: name)
+            run = lambda x, d=d_out: jax.vjp(scheme._rotated, x)[1](d)[0]
+            products.append(str(jax.make_jaxpr(run)(x)).count("dot_general"))
+            found.append((scheme._rotated(x), run(x)))
+        assert products[0] == 0 < products[1]
+        assert float(jnp.abs(found[0][0] - x).max()) > 1
+        jax.tree.map(np.testing.assert_array_equal, *found)
+
+
 def test_a_bias_without_an_axis_of_heads_is_an_error():
     class Half(positions.Position):
         name = "halfpos"

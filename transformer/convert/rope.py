@@ -126,8 +126,7 @@ def _attention_factor(kind: str, f: Fields, length: int, original: int) -> dict:
 
 def rotary_by_type(f: Fields, thetas: Mapping[str, float]) -> dict:
     """Returns layer type -> our position, where types have their own settings. `thetas` are the
-    default bases by type. `rope_scaling`, where a family has it, holds legacy settings of
-    "full_attention", which take precedence."""
+    default bases by type. Legacy settings of "full_attention" (`rope_scaling`) take precedence."""
     name = "rope_parameters"
     entries = dict(f.get(name) or {})
     if unknown := sorted(entries.keys() - thetas):

@@ -128,8 +128,7 @@ class Tokenizer:
 
 class SentencePiece(Tokenizer):
     """A SentencePiece model. Models that this library trains are lossless: they normalize nothing,
-    and encode unknown characters as bytes. The one exception is SentencePiece's own symbol for a
-    space, U+2581, which is decoded as a space."""
+    and encode unknown characters as bytes. Only U+2581, its sign for a space, becomes a space."""
 
     name = FILES[".model"]
 

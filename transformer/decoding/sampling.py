@@ -45,9 +45,8 @@ def sample(
       prompt_mask_BxP, source_mask_BxS: True at real tokens. Default: all True.
       temperature, top_k, top_p: see the top of this module. 0, 0 and 1 are off.
 
-    Raises UserError (a ValueError) without eos, for ids outside the vocabulary, prompts padded on
-    the right, prompt plus max_new beyond the positions, numbers that `DecodingConfig` refuses, and
-    if there is not one key per sequence."""
+    Raises UserError (a ValueError) without eos or one key per sequence, and for ids outside the
+    vocabulary, prompts padded on the right, too many tokens, and what `DecodingConfig` refuses."""
     check_numbers("", max_new=max_new, temperature=temperature, top_k=top_k, top_p=top_p)
     inputs = source_BxS, prompt_mask_BxP, source_mask_BxS
     logits_BxV, memory, read = begin(model, params, prompt_BxP, limits_B, max_new, *inputs)

@@ -91,8 +91,7 @@ class Head:
         d_h_BxTxE = jnp.einsum("BTV,VE->BTE", d_BxTxV, self._matrix(h_BxTxE.dtype))
         float32 = {"preferred_element_type": jnp.float32}
         d_matrix_ExV = jnp.einsum("BTE,BTV->EV", h_BxTxE, d_BxTxV, **float32)
-        # Without the barrier, XLA folds the transpose below into the product, and its CPU compiler
-        # does not support that product in bfloat16.
+        # Without it, XLA folds the transpose below into the product, which CPUs lack in bfloat16.
         d_matrix_ExV = jax.lax.optimization_barrier(d_matrix_ExV)
         has_bias = self.bias_V is not None
         d_bias_V = jnp.sum(d_BxTxV, axis=(0, 1), dtype=jnp.float32) if has_bias else None

@@ -26,8 +26,7 @@ class Tokens:
 
     positions_BxT: jax.Array  # int32, of each token within its document
     segments_BxT: jax.Array  # int32, its document in the sequence, from 1; 0: padding, empty slot
-    # int32, the last position that each token may attend to under a causal mask: of a prefix, its
-    # last one. None: each token's own position.
+    # int32, the last position that a token may attend to if causal: a prefix's end. None: its own
     until_BxT: jax.Array | None = None
     order: str = struct.field(pytree_node=False, default="")
 

@@ -41,8 +41,7 @@ class _Family(nn.Module):
             params = model.init(jax.random.key(0), tokens)          # encoder, decoder
             params = model.init(jax.random.key(0), source, target)  # encoder_decoder
 
-        The values and the lengths of the tokens do not matter; int[1, 1] is enough. Use
-        `jax.jit(model.init)` for large models.
+        Any tokens of shape [1, 1] are enough. Use `jax.jit(model.init)` for large models.
 
         Returns:
           A nested dict of arrays of type `config.param_dtype`."""
@@ -104,9 +103,8 @@ class _Family(nn.Module):
 
         Raises:
           UserError (a ValueError): an option or a collection does not exist, an input has the wrong
-            rank, shape or type, or a sequence is longer than `max_length`. Outside `jax.jit`, where
-            values are available, also for token ids outside the vocabulary and for masks, segments,
-            positions and types out of range."""
+            rank, shape or type, or a sequence is longer than `max_length`. Outside `jax.jit`, also
+            for tokens, masks, segments, positions and types whose values are out of range."""
         self._check_arguments(params, options)
         # NumPy arrays cannot be indexed by traced arrays.
         as_array = lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x

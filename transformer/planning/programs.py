@@ -72,8 +72,7 @@ def start(topology: Topology) -> list:
     if importlib.util.find_spec("libtpu") is None:
         way_out = "run pip install -e '.[tpu]' (no TPU is needed)"
         raise UserError(f"--topology: the TPU compiler is not installed; {way_out}")
-    # Without these, libtpu queries Google Cloud's metadata server, warns that there is none, and
-    # claims a TPU for this process alone.
+    # Without these, libtpu queries Google Cloud's metadata server and claims a TPU for itself.
     os.environ |= {
         "TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v5litepod-1",
         "TPU_WORKER_HOSTNAMES": "localhost", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",

@@ -103,8 +103,7 @@ class TrainConfig:
     init_new: tuple[str, ...] = ()  # parameters of this model to initialize anew: ("classifier/*",)
     init_drop: tuple[str, ...] = ()  # parameters of init_from to ignore: ("unembedding/*",)
     init_positions: str = "same"  # position tables of another length: same | extend | interpolate
-    # More key/value heads than in this model: same (refused) | mean of each group of heads
-    # (Ainslie et al. 2023, "GQA").
+    # More key/value heads than in this model: same (refused) | mean of each group ("GQA", 2023)
     init_kv_heads: str = "same"
     # Parameters that a decoder lacks in an encoder-decoder: same (refused) | decoder: copied from
     # its layers, and cross-attention from self-attention (Zhang et al. 2025, T5Gemma).

@@ -197,8 +197,7 @@ class Objective:
         """The losses of a batch by name, each a sum. By default, the cross-entropy of `predicts`.
 
         Training minimizes the sum of `loss / weight` over all losses. The main loss of a run is
-        "tokens", else "labels", else the first by name. Its mean is reported as `loss`, and the
-        mean of any other loss as `NAME_loss`."""
+        "tokens", else "labels", else the first. It is reported as `loss`, others as `NAME_loss`."""
         losses = {}
         if "tokens" in self.predicts:
             losses["tokens"] = outputs.token_loss(batch["targets"], batch["weights"])

@@ -161,8 +161,7 @@ class UL2(_Denoising):
     X: long or many spans (mean length 3, 8 or 64 at 50 %, or 64 at 15 %).
     S: the last quarter of the piece.
 
-    A mode token before the inputs indicates R, X or S. The mode tokens R, X and S are the first
-    three ids after the tokenizer's pieces."""
+    A mode token before the inputs indicates R, X or S: the first three ids after the pieces."""
 
     sentinels: int = 256
 

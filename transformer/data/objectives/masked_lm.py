@@ -22,8 +22,7 @@ class MaskedLM(Objective):
 
     With `next_sentence`, texts are split into parts of (length - 3) / 2 tokens, and a sequence is
     bos, A, eos, B, eos. B is the part that follows A (label 0) or, half of the time, a part of
-    another text (label 1). Token types 0 and 1 distinguish A from B. A text with a single part only
-    serves as a B from another text."""
+    another text (label 1). Token types 0 and 1 mark A and B. Texts of one part are only B."""
 
     rate: float = 0.15
     mask: float = 0.8

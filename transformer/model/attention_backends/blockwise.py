@@ -7,8 +7,7 @@ block from lse (Dao et al. 2022): with D = sum(dO * O), d logits = weights * (d 
 
 A pair of blocks is computed by an inner object: `Einsum`, or a fused kernel (flash/). The logits of
 `Einsum` and the product of its weights and values come from base.py, as do their gradients. So it
-supports all masks, soft caps, sinks and dropout, and all position schemes whose logits depend on
-one pair of a query and a key at a time.
+supports all its inputs, except position schemes whose logits depend on more than one pair.
 
 Shape suffixes: B batch, T query length, S key length, N query heads, K key/value heads, H size
 (of values: V), I blocks of queries, J blocks of keys, t queries per block, s keys per block."""

@@ -34,8 +34,7 @@ class KeyValue(NamedTuple):
 
 @MIXERS.register("attention")
 class SelfAttention(Mixer):
-    """Self-attention: each token attends to the tokens of its document that the mask allows
-    (Vaswani et al. 2017, sec. 3.2.2)."""
+    """Self-attention to the tokens of the document that the mask allows (Vaswani et al. 2017)."""
 
     scope = "self_attention"
     fields = frozenset(SHARED_FIELDS)
@@ -123,8 +122,7 @@ class Attention(base.MixerModule):
         return self._heads("value", self.config.kv_heads, self.gain)(x_BxSxD)
 
     def _with_first(self, v_BxTxKxH, context: Context) -> list[jax.Array]:
-        """Returns the values and, with `value_residual`, those of the first layer. v <- w_1 v_first
-        + w_2 v in all layers but the first"""
+        """Returns [v] or, with `value_residual`, [w_1 v_first + w_2 v, v_first]; first layer: v."""
         cfg = self.config
         if not cfg.value_residual:
             return [v_BxTxKxH]

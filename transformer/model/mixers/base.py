@@ -95,8 +95,7 @@ class Mixer:
 
         The module is called with (x_BxTxD, context: Context, position: Position, state: State,
         deterministic: bool). It returns (out_BxTxD, state), where the new state includes these
-        tokens, and may return a third value, `passed` for the next layer. Outside decoding, `state`
-        is None and the returned state is ignored.
+        tokens, and may add a value, `passed` for the next layer. Outside decoding, `state` is None.
 
         `gain` scales the initial values of the matrices that carry values. `out_gain` additionally
         scales the last of them. A state wraps the parts that come from the source in `Shared`

@@ -15,8 +15,7 @@ from transformer.model.mixers.base import MIXERS
 
 @MIXERS.register("differential")
 class Differential(SelfAttention):
-    """The difference of two attention maps, which cancels weight that both give to irrelevant
-    tokens (Ye et al. 2024, arXiv:2410.05258).
+    """The difference of two attention maps, which cancels noise (Ye et al. 2024, arXiv:2410.05258).
 
         out = (1 - l_0) norm((softmax(Q_1 K_1^T / sqrt(d)) - l softmax(Q_2 K_2^T / sqrt(d))) V)
         l = exp(q_1 . k_1) - exp(q_2 . k_2) + l_0,    l_0 = 0.8 - 0.6 exp(-0.3 layer)

@@ -28,8 +28,7 @@ class Latent(NamedTuple):
 
 @MIXERS.register("mla")
 class MLA(Mixer):
-    """Multi-head latent attention: all keys and values come from one small vector per token
-    (DeepSeek-AI 2024, "DeepSeek-V2").
+    """Multi-head latent attention: keys and values come from a small vector ("DeepSeek-V2", 2024).
 
         c = norm(x W_c),   k^R = rotate(x W_r)                             shared by all heads
         query = [q, rotate(q^R)],   key = [c W_k, k^R],   value = c W_v    for each head

@@ -176,8 +176,7 @@ class Recurrence(nn.Module):
 
 
 class Directions(MixerModule):
-    """A recurrence from the first token on; in an encoder, joined with one from the last token on
-    (Schuster & Paliwal 1997)."""
+    """A recurrence; in an encoder, joined with a reverse one (Schuster & Paliwal 1997)."""
 
     @nn.compact
     def __call__(self, x_BxTxD, context: Context, position, state, deterministic):

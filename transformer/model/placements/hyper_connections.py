@@ -87,9 +87,8 @@ class ManifoldHyperConnections(_Copies):
         X <- Sinkhorn(exp(keep)) X + 2 sigmoid(write) f(N(sigmoid(read) . X))
 
     20 Sinkhorn iterations normalize rows, then columns: keep is close to doubly stochastic, so that
-    the streams neither grow nor vanish with depth. The paper does not state the initial phi and b;
-    here, as in MaxText, phi is normal with standard deviation (n D)^-0.5, b = 0 and a = 0.01. The
-    streams end as their sum."""
+    the streams, which end as their sum, neither grow nor vanish with depth. The paper does not
+    state the initial values; as in MaxText, phi ~ N(0, 1 / (n D)), b = 0 and a = 0.01."""
 
     iterations: int = 20  # of Sinkhorn's algorithm
 

@@ -49,8 +49,7 @@ class Shaw(Position):
 
         e_ts = q_t . (k_s + a^K_r) / sqrt(d_head),   o_t = sum_s w_ts (v_s + a^V_r)
 
-    r = clip(s - t) is the clipped distance. a^K and, with `values`, a^V have one vector per
-    distance, which the heads of a layer share.
+    r = clip(s - t) is the clipped distance. a^K and, with `values`, a^V are vectors of a layer.
 
     Parameters: (2 * max_distance + 1) * (d_head + d_value) per layer.
     Beyond the training length: extrapolates for a while; all longer distances share a vector."""
@@ -195,8 +194,7 @@ class Deberta(Position):
 @register("cope")
 @struct.dataclass
 class CoPE(Position):
-    """Contextual positions, which count the tokens that a query selects (Golovneva et al. 2024,
-    "Contextual Position Encoding").
+    """Contextual positions: they count tokens that a query selects (Golovneva et al. 2024, "CoPE").
 
         e_ts + q_t . p(g_ts),   g_ts = sum over s' from s to t of sigmoid(e_ts')
 

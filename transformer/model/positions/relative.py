@@ -180,8 +180,7 @@ class Sandwich(Position):
 @register("fire")
 @struct.dataclass
 class Fire(Position):
-    """logits + f_n(psi(t - s) / psi(max(t, L))), psi(x) = log(1 + c x) (Li et al. 2024, "Functional
-    Interpolation for Relative Positions").
+    """logits + f_n(psi(t - s) / psi(max(t, L))), psi(x) = log(1 + c x) (Li et al. 2024, "FIRE").
 
     f is a small network with two ReLU layers of `width` units and one output per head. Its input is
     a normalized distance, in which c and the threshold L are learned. For keys after the query

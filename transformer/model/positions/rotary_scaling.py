@@ -114,8 +114,7 @@ class DynamicScaling(NTKScaling):
 
 @SCALINGS.register("longrope")
 class LongRoPEScaling(Scaling):
-    """f_i / short_i in sequences of up to `original_length` tokens, and f_i / long_i in longer ones
-    (Ding et al. 2024, "LongRoPE"; Phi-3).
+    """f_i / short_i in up to `original_length` tokens, else f_i / long_i (Ding et al. 2024; Phi-3).
 
     As with "dynamic", cached keys keep the rotation they had when their sequence was shorter."""
 

@@ -184,8 +184,7 @@ def _call(kernel: Callable, tiles: Tiles, grid: tuple[int, int, int], results: l
 
 
 def _tiles(settings, shape: Shape, rows_are_keys: bool, q, k, v, limits, terms, seed, *of_queries):
-    """Returns the arrays that kernels read, each with two leading axes. Head sizes are padded to
-    powers of two, which Triton requires."""
+    """Returns arrays for kernels, each with two leading axes, and head sizes padded to 2^n."""
     d_out = _pad(of_queries[2]) if of_queries else None
     queries, keys = jax.tree.map(lambda x: x[:, None], (limits.queries, limits.keys))
     bias = None if terms.bias_NxD is None else LOG2_E * terms.bias_NxD[None]
