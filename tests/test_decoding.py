@@ -203,14 +203,19 @@ def test_beam_of_one_is_greedy_and_sequences_are_independent():
         np.testing.assert_allclose(alone[1][0], together[1][row], rtol=1e-5)
 
 
-def test_greedy_decoding_takes_the_argmax_of_the_full_forward_pass():
+@pytest.mark.parametrize("many", [6, 7])
+def test_greedy_decoding_takes_the_argmax_of_the_full_forward_pass(many, monkeypatch):
+    """From `many` new tokens, the cache grows on the way."""
+    monkeypatch.setattr("transformer.decoding.prefill.MANY", many)
     model, params = make(small("decoder"))
     prompt, keys = tokens(3, 2, 3), jax.random.split(jax.random.key(0), 2)
     greedy = jax.jit(
         lambda x: sample(model, params, x, jnp.array([6, 2]), keys, max_new=6, **ENDING)
     )
     out, apply = np.asarray(greedy(prompt)), jax.jit(model.apply)
-    assert (out[1, 2:] == 0).all()
+    program = jax.make_jaxpr(greedy)(prompt).jaxpr
+    loops = [e for e in jax_equations(program) if e.primitive.name == "while"]
+    assert len(loops) == 1 + (many <= 6) and (out[1, 2:] == 0).all()
     text = np.zeros((1, 9), np.int32)
     text[0, :3] = prompt[0]
     for k in range(6):

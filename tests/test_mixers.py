@@ -228,8 +228,11 @@ def test_cached_decoding_in_parts_equals_full_forward_pass(name):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_beam_search_scores_equal_teacher_forcing(name):
-    """The score of a hypothesis is its log-probability in one forward pass, over the penalty."""
+def test_beam_search_scores_equal_teacher_forcing(name, monkeypatch):
+    """The score of a hypothesis is its log-probability in one forward pass, over the penalty. The
+    cache grows twice.
+    """
+    monkeypatch.setattr("transformer.decoding.prefill.MANY", 4)
     model, params, apply = cached_model(name)
     prompt, limits, (mask, positions) = tokens(7, 2, 12), (4, 3), left_padded(0, 3)
     search = functools.partial(beam_search, model, beam_size=3, alpha=2.0, max_new=4, eos_id=1)
@@ -317,6 +320,9 @@ def test_decoding_states_have_minimal_sizes():
     assert sizes("attention", 16) == layers(*[(2, 4, 16, 4)] * 2)
     assert sizes("mla", 16) == layers((2, 16, 12), (2, 16, 6)), "18 numbers per token, not 32"
     assert sizes("gated_delta", 16) == sizes("gated_delta", 1000)
+    grown = cached_model("window")[0].empty_cache(2, 16).branch(3).grow(5)
+    assert [x.shape for x in jax.tree.leaves(grown.layers)] == layers(*[(2, 4, 9, 4)] * 2)
+    assert grown.tokens.segments_BxT.shape == (6, 31), "three beams, 16 tokens and 15 slots"
 
 
 def test_beams_share_the_cached_source():

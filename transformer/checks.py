@@ -103,8 +103,7 @@ def strict(section: str, effects: tuple[Effect, ...] = ()):
 
     Its constructor raises UserError for an unknown field (with the nearest name), a missing field,
     a field given twice, a value of another type than annotated, a float that float32 cannot hold,
-    and a field without effect. As in JSON, integers are accepted for floats, lists for tuples,
-    mappings for configs or choices."""
+    and a field without effect. Integers may stand for floats, lists for tuples, as in JSON."""
 
     def decorate(cls):
         init = cls.__init__

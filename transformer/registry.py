@@ -5,9 +5,8 @@ therefore needs no other change, and the base module never imports the modules t
 
 Plugins are code outside this package. An experiment file, or a module that it imports, registers a
 class with the same decorator as this package does, such as `@transformer.SCHEMES.register("name")`.
-A run directory keeps a copy in `plugins/`, so that every later command finds the class. An
-installed package lists a module that registers its classes as an entry point of the group
-`transformer.plugins` (docs/extending/index.md)."""
+A run directory keeps a copy in `plugins/`, so that every later command finds the class. Installed
+packages have entry points in the group `transformer.plugins` (docs/extending/index.md)."""
 
 import dataclasses
 import functools
@@ -86,9 +85,6 @@ class Registry(Mapping[str, type]):
 
     def __len__(self) -> int:
         return len(self._all)
-
-    def __repr__(self) -> str:
-        return f"<registry of {self._field}: {', '.join(self)}>"
 
 
 def _record(file: str | None, name: str) -> str:

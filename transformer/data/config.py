@@ -25,18 +25,15 @@ _TOKENIZER_EFFECTS = (
 @strict("data.tokenizer", _TOKENIZER_EFFECTS)
 @dataclasses.dataclass(frozen=True)
 class TokenizerConfig:
-    """An existing tokenizer or a SentencePiece model, trained on the training text (both sides).
-
-    A trained one has `model.vocab_size` pieces, less the special tokens of the objective."""
+    """An existing tokenizer, or a SentencePiece model trained on the training text (both sides),
+    with `model.vocab_size` pieces, less the special tokens of the objective."""
 
     # unigram | bpe | char (one piece per character) | word (one per word between spaces; unknown
     # words, and words beside a line end, become bytes). char, word: up to model.vocab_size pieces.
     kind: str = "unigram"
-    # An existing tokenizer: a SentencePiece .model, a tokenizer.json (extra [hf]) or the
-    # tokenizer.pair of a run. "" trains one.
+    # an existing SentencePiece .model, tokenizer.json (extra [hf]) or tokenizer.pair; "" trains one
     path: str = ""
-    # Special token of an existing tokenizer that fills a sequence after its end. -1, here and
-    # below: as the tokenizer's file defines.
+    # id that fills a sequence after its end; -1, here and below: as the tokenizer's file defines
     pad_id: int = -1
     bos_id: int = -1  # begins a text, or the input of a decoder
     eos_id: int = -1  # ends a text
@@ -103,8 +100,7 @@ class DataConfig:
     train: str = ""
     valid: str = ""  # validation text, like train; "": held out from train
     test: str = ""  # test text, like valid
-    # tsv: column numbers; jsonl, parquet, arrayrecord, huggingface: names, such as ("text",) or
-    # ("source", "target").
+    # tsv: column numbers; other formats: names, such as ("text",) or ("source", "target")
     fields: tuple[str, ...] = ()
     reverse: bool = False  # swap source and target
     # Several texts instead: dict(name=..., weight=..., max_epochs=...) for each, with the fields
@@ -117,8 +113,7 @@ class DataConfig:
     objective: Choice = "causal_lm"
     length: int = 128  # tokens in a sequence; encoder-decoder: in a sequence of the encoder
     target_length: int = 0  # encoder-decoder: tokens in a sequence of the decoder; 0: `length`
-    # Sequences of `length` tokens in a batch. Batches of a shorter bucket have more sequences, so
-    # that every batch has batch_size * length tokens.
+    # sequences of `length` tokens in a batch; shorter buckets have more, of as many tokens in all
     batch_size: int = 32
     packing: bool = True  # put several documents into a sequence, separated by segment ids
     # with packing=False: bucket lengths, increasing; the last is `length`

@@ -7,8 +7,7 @@ A folder of prepared text contains
     meta.json, the tokenizer and the arrays of valid and test, as in a token store (data/store.py)
     card.md        source, license, tokenizer, options and versions
 
-Host memory holds neither the text nor the order of the sequences. It does not grow with the text.
-"""
+Host memory holds neither the text nor the order of the sequences, and does not grow with it."""
 
 import bisect
 import dataclasses

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import linen as nn, struct
 
 from transformer.decoding.config import check_numbers
-from transformer.decoding.prefill import DecodeState, Ending, begin
+from transformer.decoding.prefill import DecodeState, Ending, begin, decode_while
 from transformer.decoding.sampling import largest
 from transformer.model.special_tokens import Ids
 
@@ -95,7 +95,7 @@ def beam_search(
     exponent of the length penalty, which favors longer hypotheses. Otherwise as in `sample`."""
     check_numbers("", max_new=max_new, beam_size=beam_size, alpha=alpha)
     inputs = prompt_BxP, limits_B, max_new, source_BxS, prompt_mask_BxP, source_mask_BxS
-    logits_BxV, memory, read = begin(model, params, *inputs, beams=beam_size)
+    logits_BxV, memory, read = begin(model, params, *inputs)
     ending = Ending.of(model.config, eos_id, pad_id, suppress_tokens)
     limits_B = jnp.minimum(limits_B, max_new)
     (batch, vocab), k = logits_BxV.shape, beam_size
@@ -117,8 +117,8 @@ def beam_search(
     one_live, none = jnp.broadcast_to(one_live, (batch, k)), jnp.full((batch, k), NEVER)
     beams = Beams(jnp.zeros((), jnp.int32), blank, one_live, blank, none, memory)
     start = extend(beams, jnp.broadcast_to(logits_BxV[:, None], (batch, k, vocab)))
-    beams, _ = jax.lax.while_loop(lambda carry: _can_win(carry[0], limits_B, alpha), body, start)
-    return _best(beams, limits_B, alpha)
+    wins = lambda carry, end: _can_win(carry[0], jnp.minimum(limits_B, end), alpha)
+    return _best(decode_while(wins, body, start, max_new)[0], limits_B, alpha)
 
 
 def _best(beams: Beams, limits_B: jax.Array, alpha: float) -> tuple[jax.Array, jax.Array]:

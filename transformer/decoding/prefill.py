@@ -18,6 +18,8 @@ from transformer.model.layout import unroll
 from transformer.model.masks import Tokens
 from transformer.model.special_tokens import Ids, as_tuple, check_inside
 
+MANY = 128  # new tokens
+
 
 @struct.dataclass
 class DecodeState:
@@ -29,7 +31,7 @@ class DecodeState:
 
 def begin(
     model: nn.Module, params: Any, prompt_BxP: jax.Array | None, limits_B: jax.Array, max_new: int,
-    source_BxS: jax.Array | None, *masks: jax.Array | None, beams: int = 1,
+    source_BxS: jax.Array | None, *masks: jax.Array | None,
 ) -> tuple[jax.Array, DecodeState, Callable]:  # fmt: skip
     """Reads the prompts, by default the start token of an encoder-decoder, with `prefill`. Returns
     its results, and (tokens_B, memory) -> the results of `advance`. Also raises UserError without
@@ -48,30 +50,39 @@ def begin(
         found = type(limits_B).__name__ if shape is None else f"shape {list(shape)}"
         way_out = "pass an array with one value for each"
         raise UserError(f"limits_B: {found}, but there are {len(prompt_BxP)} prompts; {way_out}")
-    slots = prompt_BxP.shape[1] + max_new
-    logits_BxV, memory = prefill(model, params, prompt_BxP, slots, source_BxS, *masks, beams=beams)
+    slots = prompt_BxP.shape[1]
+    _check(model, prompt_BxP, source_BxS, slots + max_new)
+    logits_BxV, memory = prefill(model, params, prompt_BxP, slots, source_BxS, *masks)
     return logits_BxV, memory, functools.partial(advance, *unrolled(model, params))
+
+
+def decode_while(continues: Callable, body: Callable, carry: Any, max_new: int) -> Any:
+    """A `jax.lax.while_loop` over steps, for a carry with a cache, which gets slots for `max_new`
+    tokens: for half of them at first if they are many, because a step also reads empty slots.
+    `continues` takes the carry and the step before which the loop ends."""
+    is_cache = lambda x: isinstance(x, Cache)
+    half = max_new // 2 if max_new >= MANY else 0
+    for end, tokens in ((half + 1, half), (max_new, max_new - half))[half == 0 :]:
+        grow = lambda x, n=tokens: x.grow(n) if is_cache(x) else x
+        carry = jax.tree.map(grow, carry, is_leaf=is_cache)
+        carry = jax.lax.while_loop(lambda c, end=end: continues(c, end), body, carry)
+    return carry
 
 
 def prefill(
     model: nn.Module, params: Any, prompt_BxP: jax.Array, slots: int,
     source_BxS: jax.Array | None = None, prompt_mask_BxP: jax.Array | None = None,
-    source_mask_BxS: jax.Array | None = None, beams: int = 1,
+    source_mask_BxS: jax.Array | None = None,
 ) -> tuple[jax.Array, DecodeState]:  # fmt: skip
     """Reads the prompts. Returns the logits of the next token, [B, V], and the memory, with room
-    for `slots` tokens including the prompt, in each of `beams` continuations of it. The masks are
-    True at real tokens (default: all). Prompts of unequal length are padded on the left, sources on
-    the right. Raises UserError for arrays of the wrong shape or type, for a prompt mask with
-    padding on the right (if its values are known, that is, outside `jax.jit`), and for more slots
-    than the model has positions."""
-    _check(model, prompt_BxP, source_BxS)
+    for `slots` tokens including the prompt. The masks are True at real tokens (default: all).
+    Prompts of unequal length are padded on the left, sources on the right. Raises UserError for
+    arrays of the wrong shape or type, for a prompt mask with padding on the right (if its values
+    are known, that is, outside `jax.jit`), and for more slots than the model has positions."""
+    _check(model, prompt_BxP, source_BxS, slots)
     if slots < prompt_BxP.shape[1]:
         problem = f"{slots} are fewer than the {prompt_BxP.shape[1]} tokens of the prompt"
         raise UserError(f"slots: {problem}; add the number of tokens to generate")
-    last = model.config.last_position
-    if last is not None and slots > last + 1:
-        end = f"but the positions of this model end at {last} (model.max_length)"
-        raise UserError(f"max_new: prompt and answer take {slots} tokens, {end}; reduce max_new")
     real_BxP = jnp.ones(prompt_BxP.shape, bool) if prompt_mask_BxP is None else prompt_mask_BxP
     check_array("prompt_mask", real_BxP, prompt_BxP.shape, np.integer, np.bool_)
     check_range("prompt_mask", real_BxP, 2)
@@ -83,15 +94,14 @@ def prefill(
     options["positions"] = jnp.maximum(jnp.cumsum(real_BxP, axis=1) - 1, 0)
     if model.config.prefix_lm:
         options["prefix_mask"] = real_BxP
-    (batch, length), encoded = prompt_BxP.shape, ()
-    cache = model.empty_cache(batch, length + (slots - length) * beams, beams)
+    cache, encoded = model.empty_cache(prompt_BxP.shape[0], slots), ()
     if source_BxS is not None:
         encoded = model.apply(params, source_BxS, padding_mask=source_mask_BxS, method="encode")
     logits, cache = model.apply(params, prompt_BxP, cache, *encoded, method="decode", **options)
     return logits[:, -1], DecodeState(cache, encoded[1] if encoded else None)
 
 
-def _check(model: nn.Module, prompt_BxP: Any, source_BxS: Any) -> None:
+def _check(model: nn.Module, prompt_BxP: Any, source_BxS: Any, slots: int = 0) -> None:
     """Raises UserError if the model cannot generate, or for tokens that it does not match."""
     family = model.config.family
     if family == "encoder":
@@ -102,6 +112,10 @@ def _check(model: nn.Module, prompt_BxP: Any, source_BxS: Any) -> None:
     for name, tokens in {"prompt": prompt_BxP, "source": source_BxS}.items():
         if tokens is not None:
             check_tokens(model.config, tokens, name)
+    last = model.config.last_position
+    if last is not None and slots > last + 1:
+        end = f"but the positions of this model end at {last} (model.max_length)"
+        raise UserError(f"max_new: prompt and answer take {slots} tokens, {end}; reduce max_new")
 
 
 def unrolled(model: nn.Module, params: Any) -> tuple[nn.Module, Any]:

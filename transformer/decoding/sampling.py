@@ -4,8 +4,7 @@ Shape suffixes: B batch, P prompt length, L generated length, V vocabulary.
 
 A temperature of 0 selects the most likely token. Any other divides the logits, and the next token
 is drawn from the `top_k` most likely ones, or from the fewest that hold `top_p` of the probability.
-Each sequence has its own key, so its tokens do not depend on the rest of the batch. All tokens may
-be generated, also pad, except `suppress_tokens`. A sequence with a limit of 0 or less gets none."""
+Each sequence has its own key, so its tokens do not depend on the batch. Pad may be generated."""
 
 import functools
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from transformer.decoding.config import check_numbers
-from transformer.decoding.prefill import Ending, begin
+from transformer.decoding.prefill import Ending, begin, decode_while
 from transformer.errors import UserError
 from transformer.model.sharding import platform
 from transformer.model.special_tokens import Ids
@@ -67,9 +66,9 @@ def _continue(draw, read, ending: Ending, limits_B, max_new: int, logits_BxV, me
         done_B |= ending.ends(token_B) | (step + 1 >= limits_B)
         return step + 1, out_BxL.at[:, step].set(token_B), done_B, token_B
 
-    def cond(carry):
+    def continues(carry, end):
         (step, _, done_B, _), _ = carry
-        return (step < max_new) & ~jnp.all(done_B)
+        return (step < end) & ~jnp.all(done_B)
 
     def body(carry):
         (step, out_BxL, done_B, token_B), memory = carry
@@ -78,7 +77,7 @@ def _continue(draw, read, ending: Ending, limits_B, max_new: int, logits_BxV, me
 
     blank = jnp.full((len(limits_B), max_new), ending.fill_id, jnp.int32)
     first = emit(jnp.zeros((), jnp.int32), blank, limits_B <= 0, logits_BxV)
-    return jax.lax.while_loop(cond, body, (first, memory))[0][1]
+    return decode_while(continues, body, (first, memory), max_new)[0][1]
 
 
 def _draw(keys_B, ending: Ending, temperature, top_k, top_p, logits_BxV, step) -> jax.Array:

@@ -221,9 +221,8 @@ def programs_hash(config: Experiment) -> str:
 
 
 def _without_wide_windows(config: Experiment) -> Experiment:
-    """Sets windows that hide no token of the longest sequence to 0, their equivalent. Generated
-    text has up to `max_length` tokens, and the evaluator `extrapolation` reads sequences of `times`
-    training lengths. Random positions are further apart than tokens."""
+    """Sets windows that hide no token of the longest sequence to 0. Generated text has up to
+    `max_length` tokens, `extrapolation` reads longer texts, and random positions are spread."""
     model, evaluators = config.model, map(EVALUATORS.build, config.train.evaluators)
     if model.random_positions:
         return config

@@ -26,10 +26,9 @@ def heads(q_BxTxNxH: jax.Array, k_BxSxKxH: jax.Array, inputs: Inputs) -> dict[st
     sink       weight on the first token of the document, plus that on the learned sink, if any
     distance   sum of w |query position - key position|, in tokens
     previous   weight on the token before the query, over queries that have one
-    repeated   weight on the token T / 2 - 1 positions back, over queries that have one. If the
-               second half of a sequence repeats the first, this is the token that followed the
-               query's token the first time: the prefix-matching score of induction heads (Olsson
-               et al. 2022). It has no meaning for other sequences.
+    repeated   weight on the token T / 2 - 1 positions back, over queries that have one: if the
+               second half of a sequence repeats the first, the prefix-matching score of induction
+               heads (Olsson et al. 2022)
     logit      the largest logit
 
     Memory: B N 256 S numbers."""

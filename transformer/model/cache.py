@@ -53,6 +53,7 @@ class Cache:
     layers: tuple[LayerState, ...]
     tokens: Tokens  # one entry per slot. Empty slots have segment 0, so masks hide them
     index: jax.Array  # int32[], the next slot of all sequences, as prompts are padded on the left
+    windows: tuple[int, ...] = struct.field(pytree_node=False)  # of the layers; 0: none
     beams: int = struct.field(pytree_node=False, default=1)  # rows that share a sentence's slots
 
     def append(self, tokens: Tokens) -> Tokens:
@@ -71,6 +72,21 @@ class Cache:
     def branch(self, beams: int) -> "Cache":
         """Returns the cache of `beams` continuations of each sequence, in adjacent rows."""
         return self.reorder(lambda x: jnp.repeat(x, beams, axis=0)).replace(beams=beams)
+
+    def grow(self, tokens: int) -> "Cache":
+        """Returns this cache with slots for `tokens` more tokens of each beam."""
+        last, new = self.index - 1, tokens * self.beams
+        slots = self.tokens.segments_BxT.shape[1] + new
+
+        def grown(state, window: int):
+            size = min(slots, window * self.beams or slots)
+            token = last - (last - jnp.arange(size)) % size  # in each slot; negative: none
+            wider = lambda x: Slots(jnp.take(x.value, token % x.value.shape[-2], axis=-2))
+            put = lambda x: wider(x) if type(x) is Slots else x
+            return jax.tree.map(put, state, is_leaf=_is_shared)
+
+        tokens = jax.tree.map(lambda x: jnp.pad(x, [(0, 0), (0, new)]), self.tokens)
+        return self.replace(layers=tuple(map(grown, self.layers, self.windows)), tokens=tokens)
 
     def reorder(self, select: Callable[[jax.Array], jax.Array]) -> "Cache":
         """Applies `select`, an indexing of axis 0, to the batch axis of everything but `Shared`."""
@@ -109,12 +125,12 @@ def check_cache(config: ModelConfig, cache: Cache, tokens: Tokens, encoded_BxSxD
         raise UserError(f"padding_mask: padding after a token, but {keeps}; {way_out}")
 
 
-def empty_cache(config: ModelConfig, batch: int, slots: int, beams: int = 1) -> Cache:
-    """Returns a cache that can hold `slots` tokens per sequence. Windows hold those of `beams`."""
-    layers = (layer.part(window=layer.window * beams) for layer in config.layers("decoder"))
-    states = (_empty_state(layer, batch, slots) for layer in layers)
-    zeros = jnp.zeros((batch, slots), jnp.int32)
-    return Cache(tuple(map(LayerState, states)), Tokens(zeros, zeros), jnp.zeros((), jnp.int32))
+def empty_cache(config: ModelConfig, batch: int, slots: int) -> Cache:
+    """Returns a cache that can hold `slots` tokens per sequence."""
+    layers, zeros = config.layers("decoder"), jnp.zeros((batch, slots), jnp.int32)
+    states = tuple(LayerState(_empty_state(layer, batch, slots)) for layer in layers)
+    windows = tuple(layer.window for layer in layers)
+    return Cache(states, Tokens(zeros, zeros), jnp.zeros((), jnp.int32), windows)
 
 
 def _empty_state(layer: ModelConfig, batch: int, slots: int) -> State:

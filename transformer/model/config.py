@@ -42,8 +42,7 @@ class ModelConfig:
     position: Choice = "sinusoidal"
     # Train at sorted random positions below this bound (Ruoss et al. 2023). 0: at 0, 1, 2, ...
     random_positions: int = 0
-    # Overrides of mixer, position, window, feed_forward and norm_placement for layers 0, 1, ...
-    # After its last entry, the pattern repeats.
+    # overrides of mixer, position, window, feed_forward and norm_placement for layers in turn
     layer_pattern: tuple[FrozenDict, ...] = ()
     # pre | post | peri | res_post | deepnorm | none | rezero, a topology such as mhc or resi_dual
     # (docs/placements.md), or dict(name=..., parts)

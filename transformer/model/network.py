@@ -78,19 +78,15 @@ class _Family(nn.Module):
             PyTorch's key_padding_mask is the opposite). Default: all True.
           segment_ids: int[B, T], the document of each token, counted from 1; 0 is padding. Tokens
             attend only to tokens of their document. It replaces `padding_mask`. Default: all 1.
-          positions: int[B, T], the position of each token in its document. Default: 0, 1, 2, ...
-            along the sequence, regardless of padding and documents. Pass positions for packed
-            sequences and for padding on the left.
+          positions: int[B, T], of each token in its document. Pass them for packed sequences and
+            for padding on the left. Default: 0, 1, 2, ... along the sequence.
           source_padding_mask, source_segment_ids, source_positions: the same for the source of an
             encoder_decoder, [B, S]. Document n of the target attends to document n of the source.
-          prefix_mask: bool[B, T], for decoders with `prefix_lm`: True at tokens that attend to each
-            other in both directions. Default: no prefix.
+          prefix_mask: bool[B, T], for `prefix_lm`: True at tokens that attend to each other.
           token_types: int[B, T], for encoders with `token_types`. Default: all 0.
-          order: the arrangement of the tokens (see `transformer.model.masks.Tokens`). Default:
-            unknown, if you pass positions.
+          order: how the tokens are arranged (see `Tokens`). Default: unknown, given positions.
           deterministic: False enables dropout and `random_positions`. Default: True.
-          dropout_rate: float or float32[], overrides `config.dropout`; may be traced. Default:
-            None, the config's rate.
+          dropout_rate: replaces `config.dropout`; may be traced. Default: the config's rate.
           rngs: {"dropout": key}, required with `deterministic=False`.
           method: another method: "classify" (labels), "hidden" or "features" (the last hidden
             state), "encode", "decode" (with a cache). Default: `__call__`.
@@ -127,9 +123,9 @@ class _Family(nn.Module):
                 raise UserError(f"apply: no option {name!r}; {nearest(name, known)}")
 
     @nn.nowrap
-    def empty_cache(self, batch: int, slots: int, beams: int = 1) -> Cache:
+    def empty_cache(self, batch: int, slots: int) -> Cache:
         """Returns the initial cache of `decode`, with `slots` tokens per sequence."""
-        return empty_cache(self.config, batch, slots, beams)
+        return empty_cache(self.config, batch, slots)
 
     def __call__(self, *tokens: jax.Array, **options) -> jax.Array:
         """Returns the logits, float32[B, T, V]. Tokens and options as for `features`."""

@@ -132,7 +132,7 @@ class Stack(nn.Module):
         (streams, _), layers = self._layers(carry, cache, schemes, context, deterministic)
         if cache is not None:
             index = cache.index + x_BxTxD.shape[1] * cache.beams
-            cache = Cache(layers, key_tokens.replace(order=""), index, cache.beams)
+            cache = cache.replace(layers=layers, tokens=key_tokens.replace(order=""), index=index)
         return last.end(parts_of(self), streams, sublayers), cache
 
     def _spread(self, tokens: Tokens) -> Tokens:

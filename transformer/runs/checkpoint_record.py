@@ -129,10 +129,9 @@ def fingerprints(tree: Any) -> dict[str, str]:
         w_i = mix(b_i xor mix(i))
         fingerprint = (sum_i w_i mod 2^32, sum_i mix(w_i) mod 2^32)
 
-    Addition modulo 2^32 is exact and commutative. Each device therefore sums its own elements, and
-    the hosts add up the sums. No array leaves its device. `mix` is a bijection, so a change of a
-    single element always changes the fingerprint. Different arrays collide with probability 2^-64.
-    All processes must call this with the same tree. Placeholders (`...`) are skipped."""
+    Addition modulo 2^32 is exact and commutative, so each device sums its own elements. `mix` is a
+    bijection, so a change of one element always changes the fingerprint. Others collide with
+    probability 2^-64. All processes must call this. Placeholders (`...`) are skipped."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     leaves = [(path, jnp.asarray(x)) for path, x in leaves if x is not ...]
     sums = [_program(x.sharding)(x) for _, x in leaves]  # dispatch all before waiting

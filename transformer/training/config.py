@@ -105,14 +105,12 @@ class TrainConfig:
     init_positions: str = "same"  # position tables of another length: same | extend | interpolate
     # More key/value heads than in this model: same (refused) | mean of each group ("GQA", 2023)
     init_kv_heads: str = "same"
-    # Parameters that a decoder lacks in an encoder-decoder: same (refused) | decoder: copied from
-    # its layers, and cross-attention from self-attention (Zhang et al. 2025, T5Gemma).
+    # what a decoder lacks in an encoder-decoder: same (refused) | decoder: copied ("T5Gemma", 2025)
     init_encoder: str = "same"
     log_every: int = 50  # steps between log lines
     eval_every: int = 0  # steps between evaluations; 0: only at the end
     eval_batches: int = 0  # validation batches in each evaluation during training; 0: all
-    # Additional evaluators (evaluation/evaluators/): loss_by_position | depth_profile | attention |
-    # ..., or dict(name=..., options).
+    # loss_by_position | depth_profile | attention | ... (evaluation/evaluators/), or dict(name=...)
     evaluators: tuple[Choice, ...] = ()
     checkpoint_every: int = 0  # steps between checkpoints; 0: only at the end
     keep_checkpoints: int = 2  # number of checkpoints to keep; older ones are deleted

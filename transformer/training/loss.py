@@ -81,8 +81,7 @@ def label_sums(logits, labels, weights: jax.Array, smoothing: float = 0.0) -> Su
 
 def span_sums(logits_BxTx2, ends_Bx2, candidates_BxT, smoothing: float = 0.0) -> Sums:
     """Computes the sums of a span's loss: the mean cross-entropy of its ends (int32, positions),
-    each by a softmax over the candidates. A row without candidates has no weight. A span is correct
-    if both ends are the most likely ones."""
+    each by a softmax over any candidates. A span is correct if both ends are most likely."""
     allowed_BxTx1, weights_B = candidates_BxT[..., None], jnp.any(candidates_BxT, axis=1)
     logp_BxTx2 = jax.nn.log_softmax(jnp.where(allowed_BxTx1, logits_BxTx2, -1e9), axis=1)
     nll_Bx2 = -jnp.take_along_axis(logp_BxTx2, ends_Bx2[:, None], axis=1)[:, 0]

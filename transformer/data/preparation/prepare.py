@@ -10,10 +10,9 @@ Apache Beam distributes the work over processes or machines:
 Beam passes only the numbers of files and ranges between workers; texts stay in files. Each task
 writes its result to OUTPUT/unfinished when it is complete. If restarted, it skips these tasks.
 
-Held-out examples are those whose sources have the smallest hashes: `data.held_out` sources, or that
-fraction of all hashes, for test; as many for valid. The sources of the tokenizer's sample have the
-next larger hashes. The hash is that of the normalized text (data/split.py). An example that shares
-a source or target with a held-out one is not in the training text."""
+Held-out examples are those whose normalized sources (data/split.py) have the smallest hashes:
+`data.held_out` sources, or that fraction, for test; as many for valid. The tokenizer's sample has
+the next larger hashes. Examples that share a side with a held-out one are not trained on."""
 
 import dataclasses
 import hashlib

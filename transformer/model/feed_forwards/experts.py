@@ -7,20 +7,17 @@ experts, the output of a feed-forward that all tokens use is added (Dai et al. 2
 
 With `bias_rate` (auxiliary-loss-free balancing; Wang et al. 2024, arXiv:2408.15664), the K experts
 are those with the largest p + b. The weights do not contain b, which no gradient of the loss
-changes. After each step, b_e <- b_e + bias_rate sign(mean load - load of e), where the load is the
-number of choices in the whole batch.
+changes. After each step, b_e <- b_e + bias_rate sign(mean load - load of e), over the batch.
 
 Tokens are dispatched to experts in one of two ways:
 
 dropless (`capacity_factor` 0): Pairs of a token and one of its experts are sorted by expert and
-    multiplied group by group (`grouped_product`). No pair is dropped. Where experts are spread over
-    devices, each device gathers the tokens of all of them and computes its own experts. Buffers
-    have room for all pairs, because the number of tokens per expert is not known in advance.
+    multiplied group by group (`grouped_product`). Where experts are spread over devices, each
+    device gathers all tokens and computes its own experts. Buffers have room for all pairs.
 capacity (`capacity_factor` > 0): In a sequence of T tokens, each expert has
     C = ceil(capacity_factor T K / E) capacity slots. Tokens beyond the capacity skip the expert, so
     that only the residual connection carries them (Lepikhin et al. 2021; Fedus et al. 2022). Slots
-    are assigned in the order of tokens, so that no token depends on a later one. All-to-all
-    collectives move tokens to their experts' devices and back.
+    are assigned in the order of tokens. All-to-all collectives move tokens to experts and back.
 
 Shape suffixes: B batch, T length, D d_model, F d_ff (of one expert), E experts, K experts per
 token, C capacity slots per expert and sequence, n pairs of a token and one of its experts, I inputs

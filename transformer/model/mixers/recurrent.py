@@ -138,9 +138,8 @@ class Recurrence(nn.Module):
     def __call__(
         self, x_BxTxD, tokens: Tokens, state, context_BxTxD=None, read=None, source_mask_BxTxS=None
     ) -> tuple[jax.Array, jax.Array | None, RecurrentState]:
-        """Returns h of each token, [B, T, G], the context of each token, and the last state. The
-        context, if any, enters the gates through a third matrix. It is either `context_BxTxD`, or
-        computed at each step as `read(h before the token, source_mask_BxS)`."""
+        """Returns h of each token, [B, T, G], its context, and the last state. The context, if any,
+        enters the gates: `context_BxTxD`, or `read(h before the token, source_mask_BxS)`."""
         cfg, batch, kind = self.config, len(x_BxTxD), self.kind
         names, outputs = ("embed", None, None), (kind.gates, self.units)
         z = Linear(cfg, outputs, names, cfg.use_bias, self.gain, name="input")(x_BxTxD)

@@ -3,8 +3,7 @@
     y = out_norm( a * x + s * g * l * res_norm( dropout( f( in_norm(x) ) ) ) )
 
 An absent norm is the identity. A placement sets which norms are present, whether the stack ends in
-a norm, how branches are initialized, and a recommended warm-up. A config may change each part.
-model/residual.py applies the formula.
+a norm, how branches are initialized, and a warm-up. A config may change each (model/residual.py).
 
 A topology is a placement with several residual streams. It defines how they begin, how a sublayer
 reads and changes them, and how they end (topologies.py, hyper_connections.py).

@@ -19,8 +19,7 @@ _ROW = 512
 come from tables that are computed in float64."""
 
 _BITS = 100
-"""Factors stay between 2^-100 and 2^100. As float32 reaches down to 2^-126, elements of a query or
-key as small as 2^-26 do not underflow."""
+"""Factors are between 2^-100 and 2^100, so that elements down to 2^-26 do not underflow."""
 
 _MOST_BLOCKS = 16
 
