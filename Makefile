@@ -47,7 +47,7 @@ test: .venv/installed-test
 	$(BIN)/ruff format --check .
 	@# XLA may end a worker. The worker is then restarted and repeats its test. A test that fails is
 	@# not repeated.
-	$(BIN)/python -m pytest -n 2 --dist worksteal --reruns 1 --only-rerun 'crashed while running'
+	$(BIN)/python -m pytest -n 2 --reruns 1 --only-rerun 'crashed while running'
 
 kernels: .venv/installed-test
 	$(BIN)/python experiments/benchmarks/compiled_kernels.py
