@@ -1,11 +1,13 @@
 """Reading text files of every format, and the errors for malformed files."""
 
 import gzip
+import importlib
 import json
 import re
 import sys
 
 import pytest
+from etils.epath import backend
 from test_data import ENGLISH, PAIR, SPANISH, experiment
 
 from transformer.config import DataConfig, TokenizerConfig
@@ -260,6 +262,10 @@ def test_invalid_tokenizer_configs_raise():
 
 def test_gs_path_without_the_gcs_extra_raises(monkeypatch):
     monkeypatch.setitem(sys.modules, "gcsfs", None)
+    loaded = importlib.import_module("fsspec.registry")._registry  # by earlier tests
+    for name in ("gs", "gcs"):
+        monkeypatch.delitem(loaded, name, raising=False)
+    backend._FileSystemSpecBackend._get_filesystem.cache_clear()
     with pytest.raises(UserError, match=r"gs://bucket/text.txt needs the extra \[gcs\]"):
         sources.expand("gs://bucket/text.txt")
 
