@@ -237,8 +237,8 @@ def test_scanned_layers_do_not_copy_the_cache_in_each_step():
         program = HloProgram.read(text)
         moved[scan_layers] = hbm_bytes(program)
     cache = 2 * 4 * 8 * 128 * config.kv_heads * config.head_size * 4
-    # The prefill stacks the states and unstacks them, 6 caches. Scanned steps would move 17 more.
-    assert moved[True] < moved[False] + 8 * cache
+    # The prefill stacks the states of its few tokens. Scanned steps would move 17 caches more.
+    assert moved[True] < moved[False] + cache
 
 
 def test_beam_search_does_not_move_keys_and_values():
