@@ -18,7 +18,7 @@ from transformer.model.layout import unroll
 from transformer.model.masks import Tokens
 from transformer.model.special_tokens import Ids, as_tuple, check_inside
 
-MANY = 128  # new tokens
+MANY = 128  # new tokens, from which on the cache first has slots for half of them
 
 
 @struct.dataclass

@@ -34,7 +34,7 @@ def sample(
       model, params: a decoder or an encoder-decoder, and its parameters.
       prompt_BxP: token ids, padded on the left. None starts an encoder-decoder with the
         `decoder_start_id` of its config.
-      limits_B: the maximum number of new tokens of each sequence, including eos.
+      limits_B: the maximum number of new tokens of each sequence, including eos; 0: none.
       keys_B: one random key per sequence, `jax.random.split(key, B)`. Temperature 0 ignores them.
       max_new: the length of the result, and a limit for all sequences.
       eos_id, pad_id: one or several tokens that end a sequence, and the token that pads it.
