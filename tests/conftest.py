@@ -75,6 +75,20 @@ def small(family: str, **fields) -> ModelConfig:
     return ModelConfig(**model_fields(family, SMALL, **fields))
 
 
+def unrolled(family: str, **fields) -> ModelConfig:
+    """Returns the config of a small model with unrolled layers, which needs no compilation.
+
+    JAX compiles each operation of the model once for all tests with arrays of the same shapes. A
+    jitted function or a scan is compiled anew for each model, which takes three times as long.
+    """
+    return small(family, scan_layers=False, **fields)
+
+
+def jit_if_scanned(model, function):
+    """Returns the function, jitted if the model scans its layers; see `unrolled`."""
+    return jax.jit(function) if model.config.scan_layers else function
+
+
 def schemes(*families: str) -> list[tuple[str, str]]:
     """Returns (family, position) for each scheme a family supports; some need a causal mask."""
     supported = []
@@ -120,7 +134,7 @@ def masks(*sides) -> dict:
 
 
 def start_decoding(model, params, prompt, slots: int, source=None):
-    """Returns (logits, memory) after the prompt, from `prefill` compiled as one program.
+    """Returns (logits, memory) after the prompt, from `prefill`.
 
     Padding in the prompt and the source is 0.
     """
@@ -129,7 +143,7 @@ def start_decoding(model, params, prompt, slots: int, source=None):
         return prefill(model, params, prompt, slots, source, *(x != 0 for x in padded))
 
     padded = (prompt,) if source is None else (prompt, source)
-    return jax.jit(run)(params, prompt, source)
+    return jit_if_scanned(model, run)(params, prompt, source)
 
 
 def pytest_sessionfinish(session, exitstatus):
