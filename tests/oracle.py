@@ -232,8 +232,9 @@ def stack(c, p, side, x, info, encoded=None, source=None):
             )
         }
         if encoded is not None:
+            cross, scheme = layer["cross_attention"], choose(c.cross_position)
             sublayers["cross_attention"] = lambda h: attention(
-                c, layer["cross_attention"], h, encoded, info, source, False, 0, ("none", {}), {}
+                c, cross, h, encoded, info, source, False, 0, scheme, cross
             )
         sublayers["feed_forward"] = lambda h: feed_forward(c, layer["feed_forward"], h)
         if topology is not None:

@@ -47,6 +47,7 @@ MODEL = {
     "num_encoder_layers": (3, BOTH), "num_decoder_layers": 3,
     "max_length": (9, DECODER | {"position": "learned"}), "d_embedding": 6, "mixer": "mla",
     "token_types": (2, ENCODER), "position": "alibi", "random_positions": 20,
+    "cross_position": ("alibi", BOTH),
     "layer_pattern": ({"window": 2},), "norm_placement": "post", "norm": "rmsnorm",
     "norm_gain": False, "norm_offset": False, "norm_zero_centered": True, "norm_epsilon": 1e-3,
     "embedding_norm": True, "first_norm": False, "parallel": True, "feed_forward": "experts",

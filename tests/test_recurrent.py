@@ -265,10 +265,6 @@ def test_only_biases_are_exempt_from_weight_decay(model):
             r"model\.d_model: 15 must be even: model\.mixer = 'lstm' has two directions",
         ),
         (
-            {"family": "recurrent_encoder_decoder"},
-            "'recurrent_encoder_decoder' is no longer a family; set model.family='encoder_decoder'",
-        ),
-        (
             {"layer_pattern": (), "mixer": {"name": "lstm", "source": "none"}},
             "'none' in all layers of the decoder leaves the encoder unused",
         ),

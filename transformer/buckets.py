@@ -282,6 +282,5 @@ def _bucket_errors(path: Path) -> Iterator[None]:
         yield
     except (GoogleAPIError, GoogleAuthError, RequestException, sqlite3.Error) as e:
         reason = (str(e).splitlines() or [type(e).__name__])[0][:200]
-        lasts = isinstance(e, ClientError | DefaultCredentialsError)
-        kind = UserError if lasts else TemporaryError
+        kind = UserError if isinstance(e, ClientError | DefaultCredentialsError) else TemporaryError
         raise kind(f"{shown(path)}: no access to the bucket ({reason})") from None

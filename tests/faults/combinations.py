@@ -42,6 +42,7 @@ OPTIONS = {
         {"name": "lstm", "source": "attention"},
     ),
     "position": tuple(SCHEMES),
+    "cross_position": ("none", "none", "rotary", "t5", "shaw"),
     "norm_placement": tuple(PLACEMENTS),
     "norm": ("layernorm", "rmsnorm"),
     "norm_gain": (True, False),

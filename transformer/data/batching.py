@@ -148,8 +148,7 @@ class MixedBatches(Stream):
         return self._sources[0].fill(lambda i: self._row(step * self._size + i))
 
     def epochs(self, steps):
-        counts = self._turns.counts(steps * self._size)
-        parts = zip(self._names, self._sources, counts, strict=True)
+        parts = zip(self._names, self._sources, self._turns.counts(steps * self._size), strict=True)
         return {name: count / source.num_sequences for name, source, count in parts}
 
     def _row(self, n: int) -> Sequence[Segment]:

@@ -106,8 +106,7 @@ CORPORA: dict[str, Corpus] = {
 
 def fetch(name: str) -> tuple[Corpus, Path]:
     """Returns a corpus and the folder of its files, which are downloaded if missing."""
-    corpus = look_up(CORPORA, name, "data.corpus")
-    folder = data_home() / name
+    corpus, folder = look_up(CORPORA, name, "data.corpus"), data_home() / name
     if (folder / "LICENCE.txt").exists():
         return corpus, folder
     with new_folder(folder) as prepared:

@@ -61,8 +61,7 @@ def needle(rng: np.random.Generator, length: int) -> tuple[str, str]:
     The text consists of lowercase letters and up to four pairs of a capital and a digit."""
     text, count = list(_letters(rng, length)), max(1, min(4, length // 4))
     positions = rng.choice(max(length // 2, 1), count, replace=False) * 2
-    capitals = rng.choice(LETTERS, count, replace=False)
-    digits = rng.integers(0, 10, count)
+    capitals, digits = rng.choice(LETTERS, count, replace=False), rng.integers(0, 10, count)
     for position, capital, digit in zip(positions, capitals, digits, strict=True):
         text[position : position + 2] = [capital.upper(), str(digit)]
     query = int(rng.integers(0, count))

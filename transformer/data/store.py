@@ -244,8 +244,7 @@ def provide_tokenizer(
         tokenizer = tokenizers.load_tokenizer(settings.path, settings)
         check_size(tokenizer, config, vocab_size)
     else:
-        reserved = config.chosen.reserved
-        tokenizer = tokenizers.train_tokenizer(settings, vocab_size, lines, reserved)
+        tokenizer = tokenizers.train_tokenizer(settings, vocab_size, lines, config.chosen.reserved)
     (folder / tokenizer.name).write_bytes(tokenizer.content)
     return tokenizer
 

@@ -151,8 +151,7 @@ def _subset(verdict: Verdict, file: str) -> str:
 def _lines(verdict: Verdict) -> list[str]:
     """Returns the arms that figures show: all, or the baseline and the best of the others."""
     sweep, rows = verdict.results.sweep, verdict.rows
-    sign = -1 if sweep.higher_is_better else 1
-    worse = lambda value: (not value.count, sign * value.mean)
+    worse = lambda value: (not value.count, value.mean * (-1 if sweep.higher_is_better else 1))
     ranked = sorted(rows, key=lambda name: (name != sweep.baseline, *worse(rows[name].value)))
     return [name for name in rows if name in ranked[:MOST]]
 

@@ -59,8 +59,8 @@ def heads(q_BxTxNxH: jax.Array, k_BxSxKxH: jax.Array, inputs: Inputs) -> dict[st
         return sums, jnp.max(jnp.where(mask_BxtxS[:, None], logits_BxNxtxS, lowest), axis=(0, 2, 3))
 
     to_batch = lambda x: jnp.broadcast_to(x, (len(q_BxTxNxH), *x.shape[1:]))
-    q_and_tokens = q_BxTxNxH, jax.tree.map(to_batch, inputs.q_tokens)
-    blocks = cut(q_and_tokens, min(BLOCK, q_BxTxNxH.shape[1]))
+    size, q_tokens = min(BLOCK, q_BxTxNxH.shape[1]), jax.tree.map(to_batch, inputs.q_tokens)
+    blocks = cut((q_BxTxNxH, q_tokens), size)
     sums, largest_IxN = jax.lax.map(block_statistics, blocks)
     mean = lambda x, count: jnp.sum(x, axis=0) / jnp.maximum(jnp.sum(count), 1)
     means = {name: mean(*sum_and_count) for name, sum_and_count in sums.items()}

@@ -40,6 +40,8 @@ class ModelConfig:
     mixer: Choice = "attention"  # a token mixer of model/mixers/, or dict(name=..., options)
     # A scheme of model/positions/ (docs/position_schemes.md), or dict(name=..., options).
     position: Choice = "sinusoidal"
+    # A scheme of distances between target and source, in each cross-attention; none: no positions.
+    cross_position: Choice = "none"
     # Train at sorted random positions below this bound (Ruoss et al. 2023). 0: at 0, 1, 2, ...
     random_positions: int = 0
     # overrides of mixer, position, window, feed_forward and norm_placement for layers in turn

@@ -27,13 +27,6 @@ _NOT_NEGATIVE = (
     "pipeline_microbatches",
 )  # fmt: skip
 
-FORMER_FAMILIES = {
-    "recurrent_encoder_decoder": "set model.family='encoder_decoder' and model.mixer='lstm', with "
-    "the layers of experiments/findings/recurrence.py; runs of the former family need the version "
-    "that trained them",
-}
-"""Removed family -> what to set instead."""
-
 
 def check(config) -> None:
     """Raises UserError for an invalid ModelConfig. The message names the field and the remedy."""
@@ -45,8 +38,6 @@ def check(config) -> None:
 
 
 def _check_values(config) -> None:
-    if way_out := FORMER_FAMILIES.get(config.family):
-        raise UserError(f"model.family: {config.family!r} is no longer a family; {way_out}")
     one_of("model.family", config.family, ("encoder", "decoder", "encoder_decoder"))
     at_least("model", config, 1, "vocab_size", "d_model", "num_heads", "max_length")
     at_least("model", config, 0, *_NOT_NEGATIVE)
@@ -203,8 +194,9 @@ def _check_layer(config, side: str) -> None:
     if mixer.causal and (side == "encoder" or not config.causal or config.prefix_lm):
         way_out = "set model.family='decoder', model.causal=True and model.prefix_lm=False"
         raise UserError(f"model.mixer: {mixer.name!r} is causal; {way_out}")
-    if problem := mixer.check(config, side):
-        raise UserError(problem)
+    for part in config.mixers(side).values():
+        if problem := part.check(config, side):
+            raise UserError(problem)
     if problem := config.position_acts and scheme.check(config.stack_facts(side)):
         raise UserError(problem)
     # Mixers whose only hook is "embed" process tokens in order, and need no scheme of the model's.

@@ -64,6 +64,8 @@ EFFECTS = (
     *(Effect((f,), f"a layer whose entry in model.layer_pattern omits {f!r}",
              lambda c, f=f: any(f not in entry for entry in c.used_pattern))
       for f in PER_LAYER_FIELDS),
+    Effect(("cross_position",), "cross-attention: model.family='encoder_decoder'",
+           mixer_reads("cross_position")),
     *(Effect((f,), _MIXER, mixer_reads(f)) for f in SHARED_FIELDS),
     Effect(("layer_pattern",), "at least as many layers as entries, one of which sets a field",
            lambda c: len(c.used_pattern) == len(c.layer_pattern) and any(c.layer_pattern)),

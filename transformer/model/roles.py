@@ -33,7 +33,8 @@ def role(path: str, names: tuple[str | None, ...]) -> str:
     in_layers = re.match(r"(encoder|decoder)/layers", path)
     if path == "unembedding/kernel":
         return "unembedding"
-    if len(names) > 1 and (path.endswith("/kernel") or (in_layers and "embed" in names)):
+    by_name = in_layers and "embed" in names and "positions" not in names
+    if len(names) > 1 and (path.endswith("/kernel") or by_name):
         is_gate = names == ("embed", "heads") or "streams" in names
         return "matrix" if in_layers and any(names) and not is_gate else "readout"
     if "embedding" in path.split("/")[0] or names == ("positions", "embed"):

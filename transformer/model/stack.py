@@ -167,8 +167,7 @@ class Stack(nn.Module):
             states, out_gain = [], self._out_gain()
             for i, position in enumerate(self._of_layers(schemes, context.tokens)):
                 layer = self._layer(configs[i], out_gain, deterministic)(name=f"layers_{i}")
-                own = cache and cache.layers[i], i
-                carry, state = layer(carry, own, position, context)
+                carry, state = layer(carry, (cache and cache.layers[i], i), position, context)
                 states.append(state)
             return carry, tuple(states) if cache is not None else None
         _, stages = axis_of("layers")

@@ -109,8 +109,7 @@ def arrange(sizes: dict[str, int], across: str, devices: list) -> np.ndarray:
 
 def check_memory(shapes, mesh: Mesh, what: str) -> None:
     """Raises UserError if `what`, arrays of these shapes and shardings, exceed device memory."""
-    needed = local_bytes(shapes)
-    devices = mesh.local_devices
+    needed, devices = local_bytes(shapes), mesh.local_devices
     # Simulated devices share the host's memory.
     limit = (devices[0].memory_stats() or {}).get("bytes_limit") or memory() // len(devices)
     if limit and needed > limit:

@@ -263,8 +263,7 @@ def barrier(name: str, wait: float = DAY) -> None:
         _service().wait_at_barrier(name, int(wait * 1000))
     except RuntimeError as e:
         reason = " ".join(line.strip() for line in str(e).splitlines() if line.strip())[:300]
-        late = time.monotonic() >= deadline
-        failure = f"waited {wait:.0f} s for" if late else "cannot wait for"
+        failure = f"waited {wait:.0f} s for" if time.monotonic() >= deadline else "cannot wait for"
         raise TemporaryError(f"{failure} the other processes at {name!r}: {reason}") from None
 
 

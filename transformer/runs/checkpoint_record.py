@@ -77,8 +77,7 @@ class Record:
         error lists the first arrays that differ. Placeholders (`...`) are skipped."""
         mismatches = []
         for item, tree in abstract.items():
-            expected = _kinds(tree)
-            arrays = self.arrays.get(item, {}).items()
+            expected, arrays = _kinds(tree), self.arrays.get(item, {}).items()
             saved = {path: (kind, tuple(shape)) for path, (kind, shape, _) in arrays}
             is_complete = len(jax.tree.leaves(tree)) == len(expected)
             for path in sorted(expected.keys() | saved.keys() if is_complete else expected):

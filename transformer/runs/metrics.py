@@ -256,8 +256,7 @@ class Recorder:
             self._line(step)
 
     def _line(self, step: int) -> None:
-        now = time.perf_counter()
-        tokens = self.window.pop("tokens")
+        now, tokens = time.perf_counter(), self.window.pop("tokens")
         means = {f"train/{name}": value / max(tokens, 1.0) for name, value in self.window.items()}
         self.window = {}
         spent, steps = max(now - self._mark, 1e-9), max(self._timed_steps, 1)

@@ -227,8 +227,7 @@ def find_state(
 ) -> tuple[TrainState, dict, Checkpoints | None]:
     """Step 3: gets the state from the newest checkpoint, from another model, or from the seed, the
     state of the training loop, and the checkpoints (None for a new run)."""
-    config = program.config
-    checkpoints = None
+    config, checkpoints = program.config, None
     if (workdir / "checkpoints").exists():
         checkpoints = Checkpoints(workdir, config.train, report)
         agree("workdir: the last checkpoint in it", str(checkpoints.steps[-1:]))

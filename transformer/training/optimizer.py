@@ -73,8 +73,7 @@ def build_optimizer(
     r and d are the multipliers of the model's `parametrization` (model/parametrizations/). Its
     multiplier of epsilon divides the gradient, which has the same effect on Adam. Biases of routers
     with `bias_rate` move by the sign of their gradient alone (model/feed_forwards/experts.py)."""
-    rate = schedule(config, steps)
-    rules = parameter_rules(FAMILIES[model.family], model)
+    rate, rules = schedule(config, steps), parameter_rules(FAMILIES[model.family], model)
     decay = optax.identity()
     if not is_zero(weight := config.weight_decay):
         decay = _decay(weight, rules) if rules else optax.add_decayed_weights(weight, decayed)

@@ -181,8 +181,7 @@ def training_step(
         weights["router"] = _routed(batch)
         sums, grads = _summed(gradients, train.accumulate, state.params, batch, key, weights)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
-        ema = state.ema
+        params, ema = optax.apply_updates(state.params, updates), state.ema
         if ema is not None:  # a smaller decay at first, to forget the initial values
             decay = jnp.minimum(train.ema_decay, (1.0 + state.step) / (10.0 + state.step))
             ema = jax.tree.map(lambda old, new: decay * old + (1 - decay) * new, ema, params)

@@ -59,6 +59,5 @@ def measure(subject: Subject, snapshot: Snapshot, in_training: bool) -> dict[str
 
 def measures(specs, metric: str):
     """Returns the evaluator that yields a metric such as test/context/000128, or None."""
-    part = f"{metric}/".split("/")[1]
-    evaluators = map(EVALUATORS.build, specs)
+    part, evaluators = f"{metric}/".split("/")[1], map(EVALUATORS.build, specs)
     return next((x for x in evaluators if part in (x.name, *x.metric_prefixes)), None)

@@ -42,5 +42,4 @@ class Order(OneBatch):
         run = subject.program(self, last_log_probs)
         batches = [as_documents(subject, batch, tokens) for tokens in (inputs, permuted)]
         logp, logq = (np.asarray(run(snapshot.params, x)) for x in batches)
-        kl = np.sum(np.exp(logp) * (logp - logq), axis=-1)
-        yield "order/kl", float(np.mean(kl[: len(full)]))
+        yield "order/kl", float(np.mean(np.sum(np.exp(logp) * (logp - logq), axis=-1)[: len(full)]))

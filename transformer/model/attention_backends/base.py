@@ -31,7 +31,7 @@ class Inputs:
     mask: Mask = static()
     q_tokens: Tokens
     k_tokens: Tokens
-    position: Position | None  # None in cross-attention
+    position: Position | None
     scale: float = static()
     soft_cap: float = static(0.0)
     sink_N: jax.Array | None = None

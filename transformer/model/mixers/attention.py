@@ -3,6 +3,7 @@ attention, 1 < K < N is grouped-query attention, K = 1 is multi-query attention.
 Shape suffixes: B batch, T query length, S key length, D d_model, N query heads, K key/value heads,
 H head size (d_value for values)."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import NamedTuple
@@ -11,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+from transformer.errors import UserError
 from transformer.model import attention_backends, attention_statistics
 from transformer.model.attention_backends.base import by_head
 from transformer.model.cache import Shared, by_beam, empty_slots, extend
@@ -37,7 +39,7 @@ class SelfAttention(Mixer):
     """Self-attention to the tokens of the document that the mask allows (Vaswani et al. 2017)."""
 
     scope = "self_attention"
-    fields = frozenset(SHARED_FIELDS)
+    fields = frozenset(SHARED_FIELDS) - {"cross_position"}
     hooks = frozenset({"embed", "rotate", "bias", "score", "value"})
     observes = frozenset({"heads", "maps"})
 
@@ -65,8 +67,23 @@ class CrossAttention(Mixer):
     """Attention to the source, in a sublayer of its own. The first call creates its state."""
 
     scope = "cross_attention"
-    fields = SelfAttention.fields - {"window", "attention_layer_scale"}
+    fields = SelfAttention.fields - {"window", "attention_layer_scale"} | {"cross_position"}
     observes = SelfAttention.observes
+
+    def check(self, config, side):
+        unsupported = {"embed", "rotate"} if config.attention_score == "additive" else {"embed"}
+        try:
+            scheme = build(config.cross_position)
+            problem = scheme.check(self.facts(config, config.stack_facts(side)))
+        except UserError as e:
+            problem = str(e)
+        if not problem and (hooks := scheme.hooks & unsupported):
+            changes = "rotates keys, unlike additive scores" if "rotate" in hooks else "is absolute"
+            problem = f"model.position: {scheme.name!r} {changes}; choose another scheme"
+        return problem and problem.replace("model.position", "model.cross_position")
+
+    def facts(self, config, facts):
+        return dataclasses.replace(facts, d_head=config.head_size, causal=False)
 
     def build(self, config, side, gain, out_gain):
         return functools.partial(SourceAttention, config, self, side, gain, out_gain)
@@ -188,19 +205,30 @@ def merge_heads(module: nn.Module, out_BxTxNxH: jax.Array, bias: bool) -> jax.Ar
 
 
 class SourceAttention(Attention):
-    """softmax(Q K^T / sqrt(d_head)) V W_O, with K and V from the source, which rows may share."""
+    """softmax(Q K^T / sqrt(d_head)) V W_O, with K and V from the source, which rows may share.
+    Uses the position scheme `cross_position` in place of `position`, with parameters of its own."""
 
     @nn.compact
     def __call__(self, x_BxTxD, context: Context, position, state: Shared | None, deterministic):
-        """Returns the output and the keys and values of the source. Does not use `position`."""
+        """Returns the output and the keys and values of the source."""
+        facts = self.kind.facts(self.config, self.config.stack_facts(self.side))
+        scheme = build(self.config.cross_position).bind(self.param, facts)
+        scheme, q_BxTxNxH = scheme.bind_layer(self.param, facts), self._queries(x_BxTxD)
+        at = lambda tokens: scheme.at(tokens.positions_BxT).rotate
         if state is None:
-            state = Shared(KeyValue(*map(by_head, self._keys_and_values(context.source_BxSxD))))
+            k_BxSxKxH, v_BxSxKxH = self._keys_and_values(context.source_BxSxD)
+            groups = self.config.num_heads // self.config.kv_heads
+            _, k_BxSxKxH = at(context.source_tokens)(jnp.repeat(k_BxSxKxH, groups, 2), k_BxSxKxH)
+            state = Shared(KeyValue(by_head(k_BxSxKxH), by_head(v_BxSxKxH)))
+        q_BxTxNxH, _ = at(context.tokens)(q_BxTxNxH, q_BxTxNxH[:, :, : self.config.kv_heads])
         spread = lambda x: jnp.repeat(x, len(x_BxTxD) // len(x), axis=0)
         kv, tokens = state.value, (context.tokens, jax.tree.map(spread, context.source_tokens))
         if context.index is None:  # not in decoding: dropout differs between sequences
             kv = jax.tree.map(spread, kv)
-        q_and_kv = self._queries(x_BxTxD), kv
-        return self._attend(x_BxTxD, q_and_kv, SAME_SEGMENT, tokens, None, deterministic), state
+        if scheme.acts_on_logits:  # distances are those of positions, not those in the sequences
+            tokens = tuple(x.replace(order="") for x in tokens)
+        options = SAME_SEGMENT, tokens, scheme, deterministic
+        return self._attend(x_BxTxD, (q_BxTxNxH, kv), *options), state
 
 
 def self_mask(config: ModelConfig, side: str) -> Mask:
@@ -223,10 +251,10 @@ def inner_attention(
     module: nn.Module, qkv, mask: Mask, tokens, position, size: int, deterministic, index=None
 ) -> jax.Array:
     """Returns softmax(scale Q K^T) V, [B, T, N, H], from the backend that the config selects.
-    `tokens` are those of the queries and those of the keys. `position` is None in cross-attention.
-    `size` sets the scale (`scale_of`). `index` is the cache slot of the first query; None outside
-    decoding. Also creates the parameters of the attention sink and of additive scores, passes on
-    dropout, and records statistics if `module` is watched (model/watch.py)."""
+    `tokens` are those of the queries and those of the keys. `size` sets the scale (`scale_of`).
+    `index` is the cache slot of the first query; None outside decoding. Also creates the parameters
+    of the attention sink and of additive scores, passes on dropout, and records statistics if
+    `module` is watched (model/watch.py)."""
     cfg, sink_N = module.config, None
     if cfg.attention_sink:
         sink_N = declare(module, "sink", nn.initializers.zeros, ("heads",), (cfg.num_heads,))
@@ -247,8 +275,7 @@ def inner_attention(
         module.sow("maps", "weights", attention_statistics.weights(*qkv[:2], inputs)[0])
 
     def attend(kv, q_BxTxNxH, q_tokens, k_tokens):
-        part = inputs.replace(q_tokens=q_tokens, k_tokens=k_tokens).by_index()
-        arguments = q_BxTxNxH, *kv, part
+        arguments = q_BxTxNxH, *kv, inputs.replace(q_tokens=q_tokens, k_tokens=k_tokens).by_index()
         return attention_backends.choose(cfg.attention_backend, *arguments)(*arguments)
 
     return by_beam(attend, qkv[1:], qkv[0], *tokens)

@@ -30,6 +30,7 @@ SHARED_FIELDS = (
     "qk_norm", "qk_norm_joint", "v_norm", "attention_score", "attention_scale",
     "attention_layer_scale", "attention_soft_cap", "attention_mask_value", "attention_sink",
     "attention_gate", "value_residual", "attention_out", "attention_backend", "attention_dropout",
+    "cross_position",
 )  # fmt: skip
 """The fields of ModelConfig that configure mixers; each mixer lists those that it reads."""
 

@@ -99,11 +99,11 @@ class Terms:
 
 @struct.dataclass
 class Position:
-    """The base class of position schemes. A scheme overrides the hooks that it needs. None acts in
-    cross-attention. Unless a scheme says otherwise, the cache needs nothing but the positions that
-    are stored with the keys, from which distances come. By default, hooks do nothing. A config can
-    set the fields that are declared with `option(default)`, and `check` rejects invalid values.
-    `bind` and `bind_layer` declare parameters. `at` computes values that all layers share."""
+    """The base class of position schemes. A scheme overrides the hooks that it needs. By default,
+    they do nothing. Unless a scheme says otherwise, the cache needs nothing but the positions that
+    are stored with the keys, from which distances come. A config can set the fields that are
+    declared with `option(default)`, and `check` rejects invalid values. `bind` and `bind_layer`
+    declare parameters. `at` computes values that all layers share."""
 
     def __init_subclass__(cls):
         cls.by_distance |= "distance_bias" in vars(cls)

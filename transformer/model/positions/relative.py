@@ -65,8 +65,7 @@ def alibi_slopes(num_heads: int) -> list[float]:
     """Returns the slope of each head, in descending order if their number is a power of two."""
     power = 2 ** math.floor(math.log2(num_heads))
     slopes = [2.0 ** (-8.0 * (n + 1) / power) for n in range(power)]
-    remaining = [2.0 ** (-4.0 * (n + 1) / power) for n in range(0, 2 * (num_heads - power), 2)]
-    return slopes + remaining
+    return slopes + [2.0 ** (-4.0 * (n + 1) / power) for n in range(0, 2 * (num_heads - power), 2)]
 
 
 @register("t5")

@@ -58,8 +58,7 @@ class Rotary(Position):
         return SCALINGS.build(self.scaling)
 
     def at(self, positions_BxT):
-        rotated = int(self.d_head * self.fraction)
-        length_B = jnp.max(positions_BxT, axis=1) + 1
+        rotated, length_B = int(self.d_head * self.fraction), jnp.max(positions_BxT, axis=1) + 1
         frequency_BxP = self._scaling.frequencies(self.theta, rotated, length_B)
         frequency_BxP = jnp.broadcast_to(frequency_BxP, (positions_BxT.shape[0], rotated // 2))
         phase_BxTxP = positions_BxT[..., None].astype(jnp.float32) * frequency_BxP[:, None]

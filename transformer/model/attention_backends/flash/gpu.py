@@ -283,8 +283,7 @@ def _of_bias(tiles: Tiles, total_ref) -> None:
 
     def step(i, total):
         def add(total):
-            sides = tiles.side(False, i), tiles.side(True, i - diagonal)
-            return total + tiles.gradients(*sides)[1]
+            return total + tiles.gradients(tiles.side(False, i), tiles.side(True, i - diagonal))[1]
 
         return lax.cond(states[i, i - diagonal] > EMPTY, add, lambda total: total, total)
 

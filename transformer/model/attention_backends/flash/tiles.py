@@ -64,8 +64,7 @@ class Limits:
         segments = lambda x, size, value: jnp.pad(x, ((0, 0), (0, size)), constant_values=value)
         padded = Limits(*jax.tree.map(edge(queries), self.queries), *map(edge(keys), self.keys))
         q_segments = segments(self.q_segments, queries, -1)
-        k_segments = segments(self.k_segments, keys, -2)
-        return padded.replace(q_segments=q_segments, k_segments=k_segments)
+        return padded.replace(q_segments=q_segments, k_segments=segments(self.k_segments, keys, -2))
 
     @property
     def queries(self) -> tuple[jax.Array | None, ...]:
