@@ -9,7 +9,7 @@ has its own best learning rate.
 
 At the scale of a publication (TPU v5e-16): --config=experiments/rows_2026.py:paper
 
-Hardware  two CPU cores, 208 runs, about 90 minutes
+Hardware  two CPU cores, 209 runs, about 90 minutes
 
 Measured (two cores of an AMD EPYC 9004; WikiText-2, 525,000 parameters, 300 steps of 512 tokens;
 three seeds). The rate is the learning rate at which an arm is best. The difference is that of its
@@ -50,8 +50,8 @@ from a pre-norm baseline, except where noted:
 
 Layer scale, attention residuals, forgetting and the output gate are better than the baseline, and
 HybridNorm is worse. For six more arms, the interval excludes zero, but three seeds do not establish
-a difference after the correction. The papers measured larger models on more text. So short a
-training favors what speeds up its beginning, and says nothing about stability in many layers.
+a difference after the correction. The papers measured larger models on more text. Training this
+short favors changes that speed up its start, and says nothing about stability in many layers.
 """
 
 import ml_collections

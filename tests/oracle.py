@@ -232,7 +232,9 @@ def stack(c, p, side, x, info, encoded=None, source=None):
             )
         }
         if encoded is not None:
-            cross, scheme = layer["cross_attention"], choose(c.cross_position)
+            cross = layer["cross_attention"].items()
+            cross = {name.removeprefix("position_"): x for name, x in cross}
+            scheme = choose(c.cross_position)
             sublayers["cross_attention"] = lambda h: attention(
                 c, cross, h, encoded, info, source, False, 0, scheme, cross
             )

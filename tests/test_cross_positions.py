@@ -1,7 +1,10 @@
 """Position schemes in cross-attention (`cross_position`), compared with the oracle."""
 
 import contextlib
+import functools
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
@@ -9,9 +12,12 @@ from conftest import make, masks, small, start_decoding, tokens, unrolled
 from test_oracle import assert_matches_oracle, unstack_layers
 
 from transformer import UserError
+from transformer.config import MeshConfig
+from transformer.decoding.beam import beam_search
 from transformer.decoding.prefill import advance
 from transformer.model.attention_backends import record
 from transformer.model.positions import SCHEMES
+from transformer.parallel.mesh import make_mesh, use
 
 
 def config_of(position, **fields):
@@ -26,6 +32,7 @@ def supported():
             yield position
 
 
+DYNAMIC = {"name": "dynamic", "factor": 2.0, "original_length": 3}
 ALL = sorted(set(supported()) - {"none"})
 
 
@@ -45,17 +52,20 @@ def test_each_scheme_matches_the_oracle(position):
         ({"num_kv_heads": 1, "attention_sink": True}, "rotary"),
         ({"d_value": 3, "attention_soft_cap": 1.5}, "shaw"),
         ({"d_head": 6}, {"name": "rotary", "layout": "interleaved", "fraction": 1 / 3}),
-        ({"mixer": {"name": "lstm"}, "num_kv_heads": 2}, "t5"),
         ({"attention_score": "additive"}, {"name": "alibi", "slopes": "learned"}),
     ],
 )
 def test_other_fields_combine_with_it(fields, position):
-    if "mixer" in fields:  # the oracle has no recurrence: only the parameters are compared
-        config = small("encoder_decoder", position="none", cross_position=position, **fields)
-        layer = make(config)[1]["decoder"]["layers"]["cross_attention"]
-        assert layer["relative_bias"].shape == (2, 32, 4)
-        return
     assert_matches_oracle(config_of(position, **fields))
+
+
+@pytest.mark.parametrize("mixer", ["lstm", "mla"])
+def test_parameters_have_the_sizes_of_cross_attention(mixer):
+    """The heads of MLA have another size, and the LSTM has none."""
+    fields = {"mixer": mixer, "num_kv_heads": 0 if mixer == "mla" else 2}
+    config = small("encoder_decoder", position="none", cross_position="shaw", **fields)
+    layer = make(config)[1]["decoder"]["layers"]["cross_attention"]
+    assert layer["position_relative_keys"].shape == (2, 33, 4)
 
 
 @pytest.mark.parametrize("position", ["rotary", "pope", "t5", "shaw"])
@@ -96,6 +106,33 @@ def test_decodes_from_its_cache(position):
         logits, memory = advance(model, params, target[:, t], memory)
 
 
+@pytest.mark.parametrize("position", ["rotary", "t5"])
+def test_beams_share_the_source(position):
+    """The score of a hypothesis is its log-probability in one forward pass."""
+    model, params = make(small("encoder_decoder", position="sinusoidal", cross_position=position))
+    source, start = tokens(1, 2, 6).at[1, 4:].set(0), jnp.ones((2, 1), jnp.int32)
+    search = functools.partial(beam_search, model, beam_size=3, alpha=0.0, max_new=4, eos_id=36)
+    options = {"source_BxS": source, "source_mask_BxS": source != 0}
+    found, scores = jax.jit(search)(params, start, jnp.full(2, 4), **options)
+    apply = jax.jit(model.apply)
+    for beam in range(3):
+        x = jnp.concatenate([start, found[:, beam]], axis=1)
+        assert not (x == 36).any()
+        logp = jax.nn.log_softmax(apply(params, source, x, source_padding_mask=source != 0))
+        chosen = jnp.take_along_axis(logp[:, :-1], x[:, 1:, None], axis=-1)[..., 0].sum(axis=1)
+        np.testing.assert_allclose(scores[:, beam], chosen, rtol=1e-4)
+
+
+def test_sharded_sequences_have_the_same_logits():
+    model, params = make(small("encoder_decoder", position="sinusoidal", cross_position="t5"))
+    source, target = tokens(0, 2, 8), tokens(1, 2, 8)
+    alone = jax.jit(model.apply)(params, source, target)
+    with use(make_mesh(MeshConfig(data=2, context=2, tensor=2))), record() as used:
+        sharded = jax.jit(lambda *args: model.apply(*args))(params, source, target)
+    assert "ring" in used
+    np.testing.assert_allclose(sharded, alone, atol=2e-5)
+
+
 def test_fused_attention_falls_back_and_says_why():
     reasons = {}
     for position in ("rotary", "t5"):
@@ -113,6 +150,14 @@ def test_fused_attention_falls_back_and_says_why():
         ({"cross_position": "xpos"}, "model.cross_position: 'xpos' decays toward the past"),
         ({"cross_position": "cope"}, "model.cross_position: 'cope' counts the tokens before"),
         ({"cross_position": "rotry"}, "model.cross_position: unknown value 'rotry'; did you mean"),
+        (
+            {"cross_position": {"name": "rotary", "scaling": DYNAMIC}, "d_head": 8},
+            "model.cross_position: 'rotary' depends on the length, which differs; choose another",
+        ),
+        (
+            {"cross_position": "rotary", "random_positions": 30},
+            "model.cross_position: 'rotary' does not support model.random_positions; choose",
+        ),
         (
             {"cross_position": {"name": "rotary", "theta": -1.0}},
             "model.cross_position.theta: -1.0 must be more than 0",

@@ -88,6 +88,7 @@ def test_multipliers_of_every_role():
         "encoder_decoder",
         base=base,
         position="t5",
+        cross_position="deberta",
         tie_embeddings=False,
         num_kv_heads=2,
         attention_sink=True,
@@ -109,12 +110,19 @@ def test_multipliers_of_every_role():
         f"{layer}/self_attention_residual/in_norm/gain": ("vector", deep, 1, 0.5 * deep),
         f"{layer}/self_attention/sink": ("vector", deep, 1, 0.5 * deep),
         "decoder/relative_bias": ("position", deep, 1, 0.5 * deep),
+        f"{layer}/cross_attention/position_relative_embedding": ("embedding", 1, 1, 0.5),
+        f"{layer}/cross_attention/position_relative_key": ("matrix", *matrix),
         "decoder/final_norm/gain": ("vector", 1, 1, 0.5),
     }
     rules = parameter_rules(FAMILIES[config.family], config)
     seen = {path: (rules[path][0].role, *rules[path][1][:3]) for path in expected}
     assert seen == expected
     assert config.placement("decoder").branch_scale == deep
+    fire = dataclasses.replace(config, cross_position="fire")
+    rules = parameter_rules(FAMILIES[config.family], fire)
+    fire_rules = {path: rule for path, rule in rules.items() if "/position_fire_" in path}
+    assert len(fire_rules) == 8
+    assert {place.role for place, _ in fire_rules.values()} == {"position"}
 
 
 @pytest.mark.parametrize("initializer", ["normal", "lecun_normal", "xavier_uniform"])

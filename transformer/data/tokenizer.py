@@ -103,8 +103,7 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of the ids up to the first eos. Omits pad, bos and ids without a piece."""
-        ids = [int(i) for i in ids]
-        skip = {self.pad, self.bos} - {self.eos}
+        ids, skip = [int(i) for i in ids], {self.pad, self.bos} - {self.eos}
         if self.bos == self.eos and ids[:1] == [self.bos]:  # GPT-2 has one token for both
             ids = ids[1:]
         if self.eos in ids:

@@ -58,8 +58,7 @@ def _grow(
     text = jnp.take_along_axis(beams.live_BxKxL, from_beam[..., None], axis=1)
     text = text.at[:, :, beams.step].set(token)
     real_logp = jnp.where(open_B[:, None] & (top_logp > NEVER / 2), top_logp, NEVER)
-    ends = ending.ends(token)
-
+    ends, score = ending.ends(token), real_logp / length_penalty(beams.step + 1, alpha)
     score = real_logp / length_penalty(beams.step + 1, alpha)
     score = jnp.where(ends & (real_logp > NEVER / 2), score, NEVER)
     ended_score, best = jax.lax.top_k(jnp.concatenate([beams.ended_score_BxK, score], 1), k)

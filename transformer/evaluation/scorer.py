@@ -137,8 +137,7 @@ def score_texts(scorer: Scorer, texts: Sequence[str], contexts: Sequence[str]) -
     is_long = lambda context, text: not is_pair and len(context) == 1 and len(text) > room
     split = lambda x, text: windows(*x, text, room) if is_long(x, text) else [(x, text)]
     parts = [split(x, text) for x, text in zip(before, after, strict=True)]
-    scored = iter(scorer([pair for of_text in parts for pair in of_text]))
-    results = []
+    scored, results = iter(scorer([pair for of_text in parts for pair in of_text])), []
     for of_text, ids in zip(parts, after, strict=True):
         of_parts = [next(scored) for _ in of_text]
         logp, is_greedy = (np.concatenate([x[i] for x in of_parts]) for i in (0, 1))

@@ -65,8 +65,7 @@ def answer(verdict: Verdict) -> Drawings:
 
 def interactions(verdict: Verdict) -> Drawings:
     """Returns a figure for each pair of fields whose effects may depend on each other."""
-    pairs = [tuple(field for field, *_ in x.changes) for x in verdict.effects]
-    pictures = {}
+    pairs, pictures = [tuple(field for field, *_ in x.changes) for x in verdict.effects], {}
     for one, other in dict.fromkeys(pair for pair in pairs if len(pair) == 2):
         lines: dict[str, dict[str, Values]] = {}
         for (a, c), values in verdict.cells.averages(one, other).items():

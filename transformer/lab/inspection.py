@@ -231,8 +231,7 @@ def _tokens(view: View) -> str:
 
 
 def _lens(view: View) -> str:
-    head = "".join(f"<th>{_shown(piece)}</th>" for piece in view.read)
-    rows = []
+    head, rows = "".join(f"<th>{_shown(piece)}</th>" for piece in view.read), []
     for layer in reversed(range(len(view.top_tokens_LxT))):
         cells = []
         for position, top in enumerate(view.top_tokens_LxT[layer]):

@@ -144,8 +144,7 @@ def _figure(points: Mapping[str, Points], scaling: Scaling, held) -> Figure:
             shown = x.rows([run for run in x.runs if (run[0] in held) == out])
             look = {"markerfacecolor": fill, "markersize": 4}
             axes.plot(shown.C.ravel(), shown.loss.ravel(), **style | look | {"linestyle": ""})
-        C = np.geomspace(x.C.min(), x.C.max(), 50)
-        fit = scaling.fits.get(name)
+        C, fit = np.geomspace(x.C.min(), x.C.max(), 50), scaling.fits.get(name)
         loss, why = (fit.law.at(C, fit.cost), "") if fit else (C * np.nan, " (no law)")
         axes.plot(C, loss, label=name + why, **line)
     axes.legend(frameon=False, fontsize=8)

@@ -64,7 +64,7 @@ EFFECTS = (
     *(Effect((f,), f"a layer whose entry in model.layer_pattern omits {f!r}",
              lambda c, f=f: any(f not in entry for entry in c.used_pattern))
       for f in PER_LAYER_FIELDS),
-    Effect(("cross_position",), "cross-attention: model.family='encoder_decoder'",
+    Effect(("cross_position",), "cross-attention: an encoder_decoder with source='cross_attention'",
            mixer_reads("cross_position")),
     *(Effect((f,), _MIXER, mixer_reads(f)) for f in SHARED_FIELDS),
     Effect(("layer_pattern",), "at least as many layers as entries, one of which sets a field",

@@ -39,7 +39,8 @@ def role(path: str, names: tuple[str | None, ...]) -> str:
         return "matrix" if in_layers and any(names) and not is_gate else "readout"
     if "embedding" in path.split("/")[0] or names == ("positions", "embed"):
         return "embedding"
-    is_table = re.fullmatch(r"(encoder|decoder)/\w+", path) or {"positions", "buckets"} & {*names}
+    declared = r"(encoder|decoder)/(\w+|.*/cross_attention/position_\w+)"
+    is_table = re.fullmatch(declared, path) or {"positions", "buckets"} & {*names}
     return "position" if is_table else "vector"
 
 
@@ -83,7 +84,7 @@ def parameter_rules(family: type[nn.Module], config: ModelConfig) -> Rules:
             named = config.initializer if path.endswith("/kernel") else "lecun_normal"
             variances = {"normal": 1.0, "lecun_normal": m_N, "xavier_uniform": fan_sum / base_sum}
             ratio = variances[named] ** 0.5
-        in_branch = kind == "position" or f"{side}/layers" in path
+        in_branch = kind == "position" or (f"{side}/layers" in path and kind != "embedding")
         m_L = config.m_L(side) if side in config.sides else 1.0
         place = Place(kind, in_branch, m_N, m_D, m_L, ratio)
         return place, chosen.multipliers(place)

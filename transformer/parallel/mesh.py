@@ -65,8 +65,7 @@ def check_platform(target: str) -> str:
 def make_mesh(config: MeshConfig, devices: list | None = None) -> Mesh:
     """Returns the mesh of all or these devices. Raises UserError if the axes do not fit them."""
     devices = jax.devices() if devices is None else devices
-    processes = len({device.process_index for device in devices})
-    sizes = config.sizes
+    processes, sizes = len({device.process_index for device in devices}), config.sizes
     axes = [f"mesh.{axis}={size}" for axis, size in sizes.items() if size != 1]
     wanted, found = " ".join(axes) or "one device", f"there are {len(devices)}"
     fixed = math.prod(size for size in sizes.values() if size != -1)

@@ -147,8 +147,7 @@ def collectives(program: HloProgram) -> list[Collective]:
             size = sum(array.bytes for array in computation[op.operands[0]].arrays)
             kind = transfer.group(1).lower().replace("_", "-")
             found.append(Collective(kind, size, np.zeros((0, 0), int), times, True))
-        kind = op.opcode.removesuffix("-start")
-        scatters = fused and _scatters(op, computation)
+        kind, scatters = op.opcode.removesuffix("-start"), fused and _scatters(op, computation)
         # An asynchronous collective appears in each fusion that it overlaps. Only its start counts.
         if kind not in COLLECTIVES or (fused and not scatters and not _starts(op, computation)):
             continue

@@ -75,8 +75,7 @@ def _multipliers(config: Experiment) -> list[str]:
 
 
 def _text(config: Experiment, data: Data, verbose: bool) -> str:
-    meta = data.meta
-    names = {"train": "training", "valid": "validation", "test": "test"}
+    meta, names = data.meta, {"train": "training", "valid": "validation", "test": "test"}
     counts = ", ".join(f"{meta[part]['examples']:,} {name}" for part, name in names.items())
     tokenizer = config.data.tokenizer.path or f"{config.data.tokenizer.kind} tokenizer"
     sha256 = f", sha256 {data.tokenizer.sha256[:12]}" if verbose else ""

@@ -15,8 +15,7 @@ from transformer.verbs.common import folder
 
 
 def arguments(parser) -> None:
-    add = parser.add_argument
-    runs = "the directory of a sweep, or run directories"
+    add, runs = parser.add_argument, "the directory of a sweep, or run directories"
     add("folders", nargs="+", type=folder, metavar="DIR", help=runs)
     metric = "the metric to compare: test/loss, test/bleu, eval/loss, ..."
     add("--metric", default="", metavar="NAME", help=metric)

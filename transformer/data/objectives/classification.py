@@ -84,8 +84,7 @@ class ExtractiveQA(_Labels):
     def losses(self, outputs, batch):
         candidates_BxT = batch["label_weights"] > 0
         answer_BxT = candidates_BxT & (batch["labels"] > 0)
-        place_T = jnp.arange(answer_BxT.shape[1])
-        first_B = jnp.argmax(answer_BxT, axis=1)
+        place_T, first_B = jnp.arange(answer_BxT.shape[1]), jnp.argmax(answer_BxT, axis=1)
         last_B = jnp.max(jnp.where(answer_BxT, place_T, 0), axis=1)
         return {"labels": outputs.span_loss(jnp.stack([first_B, last_B], axis=1), candidates_BxT)}
 

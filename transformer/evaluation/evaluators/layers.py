@@ -37,8 +37,7 @@ class DepthProfile(OneBatch):
                 sums = batch_sums(subject.model, params, batch, config, mesh)
                 return sum(entry.loss / jnp.maximum(entry.weight, 1.0) for entry in sums.values())
 
-            grads = jax.grad(loss)(params)
-            updates = None
+            grads, updates = jax.grad(loss)(params), None
             squares = lambda tree: _squares(config.model, tree)
             if opt_state is not None:
                 updates = squares(subject.optimizer.update(grads, opt_state, params)[0])

@@ -96,8 +96,7 @@ class LossByPosition(Evaluator):
         several documents share a sequence, positions count within the document."""
         data = subject.config.data
         length = data.decoder_length if subject.config.model.is_encoder_decoder else data.length
-        edges = np.linspace(0, length, self.parts + 1).astype(int)
-        sums = np.zeros((2, length))
+        edges, sums = np.linspace(0, length, self.parts + 1).astype(int), np.zeros((2, length))
         for losses_BxT, positions_BxT, weights_BxT in losses.by_token(subject, snapshot):
             np.add.at(sums[0], positions_BxT, losses_BxT)
             np.add.at(sums[1], positions_BxT, weights_BxT)

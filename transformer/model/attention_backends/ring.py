@@ -132,8 +132,7 @@ def _scan_ring(plan: _Plan, inputs: Inputs, carry, process: Callable):
 
     def step(carry, distance):
         stays, travels = carry
-        travels = _pass_on(plan, travels)
-        source = (device - distance) % plan.count
+        travels, source = _pass_on(plan, travels), (device - distance) % plan.count
         pairs = plan.other_pairs(device, source)
         return process((stays, travels), pairs, inputs_from(source, travels[-1])), None
 

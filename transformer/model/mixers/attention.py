@@ -71,15 +71,20 @@ class CrossAttention(Mixer):
     observes = SelfAttention.observes
 
     def check(self, config, side):
-        unsupported = {"embed", "rotate"} if config.attention_score == "additive" else {"embed"}
         try:
             scheme = build(config.cross_position)
             problem = scheme.check(self.facts(config, config.stack_facts(side)))
         except UserError as e:
-            problem = str(e)
-        if not problem and (hooks := scheme.hooks & unsupported):
-            changes = "rotates keys, unlike additive scores" if "rotate" in hooks else "is absolute"
-            problem = f"model.position: {scheme.name!r} {changes}; choose another scheme"
+            return str(e).replace("model.position", "model.cross_position")
+        additive, spread = config.attention_score == "additive", config.random_positions > 0
+        reasons = {
+            "is absolute": "embed" in scheme.hooks,
+            "rotates keys, unlike additive scores": "rotate" in scheme.hooks and additive,
+            "depends on the length, which differs": getattr(scheme, "by_length", False),
+            "does not support model.random_positions": scheme.reads_positions and spread,
+        }
+        for reason in (reason for reason, holds in reasons.items() if holds and not problem):
+            problem = f"model.position: {scheme.name!r} {reason}; choose another scheme"
         return problem and problem.replace("model.position", "model.cross_position")
 
     def facts(self, config, facts):
@@ -212,8 +217,9 @@ class SourceAttention(Attention):
     def __call__(self, x_BxTxD, context: Context, position, state: Shared | None, deterministic):
         """Returns the output and the keys and values of the source."""
         facts = self.kind.facts(self.config, self.config.stack_facts(self.side))
-        scheme = build(self.config.cross_position).bind(self.param, facts)
-        scheme, q_BxTxNxH = scheme.bind_layer(self.param, facts), self._queries(x_BxTxD)
+        param = lambda name, *args: self.param(f"position_{name}", *args)
+        scheme = build(self.config.cross_position).bind(param, facts).bind_layer(param, facts)
+        q_BxTxNxH = self._queries(x_BxTxD)
         at = lambda tokens: scheme.at(tokens.positions_BxT).rotate
         if state is None:
             k_BxSxKxH, v_BxSxKxH = self._keys_and_values(context.source_BxSxD)

@@ -113,16 +113,17 @@ class Position:
         return None
 
     def bind(self, param: Param, facts: StackFacts) -> "Position":
-        """Returns the scheme with its facts and parameters, declared by `param` once per stack."""
+        """Returns the scheme with its facts and parameters, which `param` declares once per stack,
+        or in each cross-attention."""
         names = [field.name for field in dataclasses.fields(self) if "fact" in field.metadata]
         return self.replace(**{name: getattr(facts, name) for name in names}) if names else self
 
     def bind_layer(self, param: Param, facts: StackFacts) -> "Position":
-        """Returns the scheme with one layer's parameters, declared in its self-attention."""
+        """Returns the scheme with the parameters of one layer's attention."""
         return self
 
     def at(self, positions_BxT: jax.Array) -> "Position":
-        """Returns the scheme with all values that depend on positions alone, once per stack."""
+        """Returns the scheme with all values that depend on positions alone."""
         return self
 
     def embed(self, x_BxTxD: jax.Array, positions_BxT: jax.Array) -> jax.Array:

@@ -57,6 +57,11 @@ class Rotary(Position):
     def _scaling(self) -> Scaling:
         return SCALINGS.build(self.scaling)
 
+    @property
+    def by_length(self) -> bool:
+        """Whether rotations also depend on the length of the sequence."""
+        return self._scaling.by_length
+
     def at(self, positions_BxT):
         rotated, length_B = int(self.d_head * self.fraction), jnp.max(positions_BxT, axis=1) + 1
         frequency_BxP = self._scaling.frequencies(self.theta, rotated, length_B)

@@ -20,7 +20,7 @@ class Scaling:
     """No scaling: f_i is unchanged. The base class of scalings."""
 
     min_dimensions: ClassVar[int] = 2
-    acts_at_one: ClassVar[bool] = False  # a factor of 1 has an effect
+    by_length: ClassVar[bool] = False  # angles depend on the length, also with a factor of 1
 
     def check(self, theta: float, d: int) -> str | None:
         """Returns why options are invalid for `d` rotated dimensions, as "OPTION: ...", or None."""
@@ -29,7 +29,7 @@ class Scaling:
         if getattr(self, "factor", 1.0) < 1.0:
             return f"factor: {self.factor} must be at least 1"
         has_effect = getattr(self, "factor", 2.0) != 1.0 or getattr(self, "attention_factor", 0.0)
-        if not (has_effect or self.acts_at_one):
+        if not (has_effect or self.by_length):
             way_out = "set a number over 1, or leave model.position.scaling at 'none'"
             return f"factor: 1.0 has no effect; {way_out}"
         if getattr(self, "original_length", 1) < 1:
@@ -101,8 +101,7 @@ class DynamicScaling(NTKScaling):
     With a cache, keys keep the rotation that they had when their sequence was shorter, as in
     Transformers. Beyond `original_length`, decoding token by token thus differs from one pass."""
 
-    acts_at_one: ClassVar[bool] = True  # because angles depend on the length
-
+    by_length: ClassVar[bool] = True
     original_length: int = 0
 
     def frequencies(self, theta, d, length_B):
@@ -118,6 +117,7 @@ class LongRoPEScaling(Scaling):
 
     As with "dynamic", cached keys keep the rotation they had when their sequence was shorter."""
 
+    by_length: ClassVar[bool] = True
     short_factors: tuple[float, ...] = ()  # one per pair of rotated dimensions
     long_factors: tuple[float, ...] = ()
     original_length: int = 0
