@@ -317,7 +317,7 @@ def attention(c, p, x, y, q_info, k_info, causal, window, position, shared, firs
             scheme, of_mask = (c, name, options, p, shared), (scale, causal and not c.prefix_lm)
             e = add_positions(*scheme, n, e, q[t], k, q_info[0][t], k_info[0], mask, *of_mask)
             e = cap(e, c.attention_soft_cap)
-            w = np.where(mask, np.exp(e - e[mask].max()), 0.0)
+            w = np.exp(np.where(mask, e - e[mask].max(), -np.inf))
             total = w.sum() + (math.exp(p["sink"][n] - e[mask].max()) if c.attention_sink else 0.0)
             w = w / total
             value = w @ v
