@@ -76,10 +76,10 @@ def small(family: str, **fields) -> ModelConfig:
 
 
 def unrolled(family: str, **fields) -> ModelConfig:
-    """Returns the config of a small model with unrolled layers, which needs no compilation.
+    """Returns the config of a small model with unrolled layers, to run operation by operation.
 
-    JAX compiles each operation of the model once for all tests with arrays of the same shapes. A
-    jitted function or a scan is compiled anew for each model, which takes three times as long.
+    JAX compiles each operation once for all tests with arrays of the same shapes, but a jitted
+    function or a scan anew for each model. This is faster where many tests share shapes.
     """
     return small(family, scan_layers=False, **fields)
 

@@ -83,7 +83,8 @@ class CrossAttention(Mixer):
             "depends on the length, which differs": getattr(scheme, "by_length", False),
             "does not support model.random_positions": scheme.reads_positions and spread,
         }
-        for reason in (reason for reason, holds in reasons.items() if holds and not problem):
+        reason = next((reason for reason, holds in reasons.items() if holds), None)
+        if reason and not problem:
             problem = f"model.position: {scheme.name!r} {reason}; choose another scheme"
         return problem and problem.replace("model.position", "model.cross_position")
 
