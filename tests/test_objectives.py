@@ -209,6 +209,14 @@ def test_every_objective_trains_and_is_evaluated(text, tmp_path, case):
     ]
     losses = [line["train/loss"] for line in lines if "train/loss" in line]
     assert losses[-1] < losses[0] - 0.1
+    stream = open_data(config).batches("train")
+    inputs = [
+        sum(np.count_nonzero(x) for name, x in stream[step].items() if name.endswith("segments"))
+        for step in range(20)
+    ]
+    assert lines[0]["train/tokens"] == sum(inputs)
+    if "masked" in case:  # tokens are counted whether or not they are predicted
+        assert sum(inputs) > 3 * sum(stream[step]["weights"].sum() for step in range(20))
     with use(make_mesh(MeshConfig(data=1))) as mesh:
         metrics = evaluate(load_trained(tmp_path / "run", config, mesh), mesh)
     scores_every_token = config.objective.scores_every_token

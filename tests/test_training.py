@@ -76,7 +76,10 @@ def train_steps(config, steps=3):
         state = init_state(config, model, optimizer, placed)
         step, losses = make_train_step(config, model, optimizer, mesh, placed), []
         for i in range(steps):
-            state, metrics = step(state, random_batch(config, i))
+            batch = random_batch(config, i)
+            state, metrics = step(state, batch)
+            read = np.count_nonzero(batch["inputs"]) + np.count_nonzero(batch.get("source", 0))
+            assert metrics["inputs"] == read
             losses.append((float(metrics["loss"]), float(metrics["grad_norm"])))
         assert step._cache_size() == 1
         evaluated = make_eval_step(config, model, mesh, placed.params)(

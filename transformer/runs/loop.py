@@ -14,6 +14,7 @@ import jax
 from transformer import buckets
 from transformer.config import Experiment
 from transformer.files import disk_errors
+from transformer.output import elapsed
 from transformer.parallel.mesh import start, use
 from transformer.parallel.processes import stop_agreed
 from transformer.runs import rundir
@@ -29,10 +30,10 @@ def train(config: Experiment, workdir: str | os.PathLike, verbose: bool = False)
         run = begin(config, workdir, mesh, verbose=verbose)
         trace = _profile(run.workdir, config.train.profile, run.step)
         with run, stop_signals() as stopped, trace as profile:
-            first = run.step
+            first, compiling = run.step, elapsed("compiling the training step")
             for batch in run.train.stream(run.step, config.train.steps):
                 batch = run.subject.share.place(batch)
-                with run.progress.compiling() if run.step == first else contextlib.nullcontext():
+                with compiling if run.step == first else contextlib.nullcontext():
                     run.state, metrics = run.train_step(run.state, batch)
                 run.step += 1
                 run.recorder.push(run.step, metrics)

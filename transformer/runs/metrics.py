@@ -17,7 +17,7 @@ import jax
 from transformer import buckets
 from transformer.errors import UserError
 from transformer.files import read_bytes, write_atomic
-from transformer.output import elapsed, human_time, human_tokens
+from transformer.output import human_time, human_tokens
 from transformer.runs.watchdog import Watchdog
 
 TRAINED, PAID, SAVING = "time/trained_seconds", "time/paid_seconds", "time/saving_seconds"
@@ -149,10 +149,6 @@ class Progress:
         self.close()
         print(text, file=self._stream, flush=True)
 
-    def compiling(self) -> contextlib.AbstractContextManager:
-        """Shows the elapsed time while the first step is compiled."""
-        return elapsed("compiling the training step", self._stream)
-
     def close(self) -> None:
         """Ends the progress line, if there is one."""
         if self._is_open:
@@ -245,24 +241,23 @@ class Recorder:
             way_out = "lower optimizer.learning_rate, lengthen optimizer.warmup_steps"
             raise Diverged(f"training diverged: {problem}; {way_out} or set optimizer.clip_norm")
         for name, value in values.items():
-            total = value if name == "tokens" else value * values["tokens"]
+            total = value if name in ("tokens", "inputs") else value * values["tokens"]
             self.window[name] = self.window.get(name, 0.0) + total
         if self._mark is None:
             self._mark = time.perf_counter()
         else:
-            self._timed_tokens += values["tokens"]
+            self._timed_tokens += values["inputs"]
             self._timed_steps += 1
         if step % self._every == 0 or step == self._progress.steps:
             self._line(step)
 
     def _line(self, step: int) -> None:
-        now, tokens = time.perf_counter(), self.window.pop("tokens")
-        means = {f"train/{name}": value / max(tokens, 1.0) for name, value in self.window.items()}
-        self.window = {}
+        now, sums, self.window = time.perf_counter(), self.window, {}
+        inputs, tokens = sums.pop("inputs"), max(sums.pop("tokens"), 1.0)
+        means = {f"train/{name}": value / tokens for name, value in sums.items()}
         spent, steps = max(now - self._mark, 1e-9), max(self._timed_steps, 1)
-        speed = self._timed_tokens / spent
+        speed, lr = self._timed_tokens / spent, float(self._rate(step - 1))
         self._mark, self._timed_tokens, self._timed_steps = now, 0.0, 0
-        lr = float(self._rate(step - 1))
         timing = {"time/tokens_per_second": round(speed, 1)} | self._together if speed else {}
         timing["memory/peak_bytes"] = peak_memory()
         others = _cpu_of_others() - self._began[1]
@@ -271,7 +266,7 @@ class Recorder:
             timing["time/other_cores"] = round(max(cores, 0.0), 2)
         timing |= (paid := self.goodput.add(spent))
         loss, goodput = means["train/loss"], self.goodput.share(paid)
-        values = means | {"train/tokens": tokens, "train/learning_rate": lr} | timing
+        values = means | {"train/tokens": inputs, "train/learning_rate": lr} | timing
         self._log.write(step, **values)
         self._progress.show(step, loss, lr, speed, spent / steps, goodput)
 

@@ -127,7 +127,7 @@ def batch_sums(
     outputs, batch, sown = run_model(model, params, batch, config, mesh, **extra)
     sums = config.objective.losses(outputs, batch)
     if sown:
-        sums["router"] = RouterSums.of(sown["losses"], _routed(batch))
+        sums["router"] = RouterSums.of(sown["losses"], _input_tokens(batch))
     return sums
 
 
@@ -142,9 +142,10 @@ def attention_backends(
     return reasons
 
 
-def _routed(batch: dict) -> jax.Array:
-    """Counts the tokens that the routers dispatch, at least 1."""
-    return jnp.maximum(jnp.sum(batch["segments"] > 0).astype(jnp.float32), 1.0)
+def _input_tokens(batch: dict) -> jax.Array:
+    """Counts the input tokens of encoder and decoder without padding, at least 1."""
+    segments = (x for name, x in batch.items() if name.endswith("segments"))
+    return jnp.maximum(sum(jnp.sum(x > 0, dtype=jnp.float32) for x in segments), 1.0)
 
 
 def make_train_step(
@@ -178,7 +179,7 @@ def training_step(
         key = jax.random.fold_in(jax.random.key(seed + 1), state.step)
         # The divisor of each loss, over the global batch
         weights = {name: jnp.maximum(w, 1.0) for name, w in config.objective.weights(batch).items()}
-        weights["router"] = _routed(batch)
+        weights["router"] = inputs = _input_tokens(batch)
         sums, grads = _summed(gradients, train.accumulate, state.params, batch, key, weights)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params, ema = optax.apply_updates(state.params, updates), state.ema
@@ -187,7 +188,8 @@ def training_step(
             ema = jax.tree.map(lambda old, new: decay * old + (1 - decay) * new, ema, params)
         metrics = means(sums) | {
             "objective": sum(part.loss / weights[name] for name, part in sums.items()),
-            "tokens": sums[main_loss_name(sums)].weight, "grad_norm": optax.tree.norm(grads),
+            "tokens": sums[main_loss_name(sums)].weight, "inputs": inputs,
+            "grad_norm": optax.tree.norm(grads),
         }  # fmt: skip
         return TrainState(state.step + 1, params, opt_state, ema), metrics
 
