@@ -321,6 +321,7 @@ CASES = {
                 "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
             },
         }),
+        classifier("Gemma3Text", LLAMA | {"head_dim": 12, "sliding_window": 5}),
     ],
     "olmo2": [
         ("Olmo2ForCausalLM", LLAMA),

@@ -111,6 +111,7 @@ def test_round_trip_is_exact(saved_model, tmp_path, family, name, options):
     model, folder = saved_model(name, options)
     config, params = load_hf(folder)
     save_hf(tmp_path / "out", config, params, family=family)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"] == [name]
     new_config, new_params = load_hf(tmp_path / "out")
     assert meaning(new_config) == meaning(config)
     jax.tree.map(np.testing.assert_array_equal, params, new_params)
@@ -255,7 +256,7 @@ def test_bfloat16_and_sharded_weights_round_trip(saved_model, tmp_path, monkeypa
         ("smollm3", {"no_rope_layers": [1, 0]}, "has 2 entries for 4 layers"),
         ("gemma3_text", {"rope_parameters": {"chunked": {}}}, "'chunked', which is not a layer"),
         ("gemma3_text", {"attn_logit_softcapping": 9.0}, "Transformers ignores it in this family"),
-        ("qwen3_moe", {"mlp_only_layers": [0]}, "all layers are expert mixtures"),
+        ("qwen3_moe", {"mlp_only_layers": [0]}, "all layers are mixtures of experts"),
         ("qwen3_moe", {"num_local_experts": 5}, "missing tensors of a qwen3_moe model: "
          r"model\.layers\.0\.mlp\.experts\.4\.down_proj\.weight"),
         ("mixtral", {"intermediate_size": 50}, "w1.weight: its shape is 48 x 32, .* 50 x 32"),

@@ -131,7 +131,8 @@ class Family:
         architecture = self.encoder if alone else self.architecture
         theirs = {"architectures": [architecture], "model_type": self.model_type}
         if self._classifies(config):
-            title = re.sub("(ForCausalLM|LMHeadModel)$", "", architecture)
+            text = "Text" * self.model_type.endswith("_text")  # one part of a larger model
+            title = re.sub("(ForCausalLM|LMHeadModel)$", text, architecture)
             theirs["architectures"] = [f"{title}ForSequenceClassification"]
             theirs |= write_labels(config.num_labels)
         theirs |= special_tokens.write(config, self.special_tokens)
