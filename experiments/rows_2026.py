@@ -1,8 +1,8 @@
-"""Which changes of 2024 to 2026 to the residual stream, positions and attention help?
+"""Which recent changes to the residual stream, positions and attention help?
 
-One row of a table of papers is one arm: the baseline with a single change. The baseline is a
-pre-norm decoder with rotary positions. All arms have as many parameters as it (by d_ff), and each
-has its own best learning rate.
+Each arm is the baseline with one published change. The baseline is a pre-norm decoder with rotary
+positions. All arms have the same number of parameters (by d_ff), and each is trained at its own
+best learning rate.
 
     python -m transformer sweep --config=experiments/rows_2026.py --workdir=runs/rows_2026
     python -m transformer compare runs/rows_2026
@@ -12,10 +12,10 @@ At the scale of a publication (TPU v5e-16): --config=experiments/rows_2026.py:pa
 Hardware  two CPU cores, 209 runs, about 90 minutes
 
 Measured (two cores of an AMD EPYC 9004; WikiText-2, 525,000 parameters, 300 steps of 512 tokens;
-three seeds). The rate is the learning rate at which an arm is best. The difference is that of its
-test loss from the baseline's (5.126 +- 0.056 nats, rate 0.01), with a 95 % interval. p is corrected
-for 18 arms by Holm's method (*: below 0.05). Claims are differences in loss or perplexity (PPL)
-from a pre-norm baseline, except where noted:
+three seeds). Rate: the arm's best learning rate. Difference: its test loss minus the baseline's
+(5.126 +- 0.056 nats, rate 0.01), with a 95 % interval. p is corrected for 18 arms by Holm's method
+(*: below 0.05). Claims are differences in loss or perplexity (PPL) from a pre-norm baseline, except
+where noted:
 
     arm                  rate    difference              p       claim of the paper
     layer_scale          0.023   -0.341 [-0.425, -0.258] 0.045*  made for deep vision models (CaiT)
@@ -52,8 +52,8 @@ Layer scale, attention residuals, forgetting and the output gate are better than
 HybridNorm is worse. For six more arms, the interval excludes zero, but three seeds do not establish
 a difference after the correction. At the file's rate of 0.01, forgetting and the gate are not
 detectably better, and mix_ln is 0.37 [0.07, 0.66] nats worse. Tuning gains 0.34 nats for mix_ln,
-and less than 0.1 for each other arm. The papers measured larger models on more text. Training this
-short favors changes that speed up its start, and says nothing about stability in many layers.
+and less than 0.1 for each other arm. The papers measured larger models on more text. Such short
+training favors changes that speed up its start, and says nothing about stability in deep models.
 """
 
 import ml_collections
@@ -130,7 +130,7 @@ def sweep(scale="small"):
             gate={"model.attention_gate": "elementwise"},
             relu_squared={"model.activation": "relu_squared"},
         ),
-        question="Which changes of 2024 to 2026 help a tuned pre-norm decoder of equal size?",
+        question="Which recent changes help a tuned pre-norm decoder of equal size?",
         match="parameters",
         declared={"flops": "arms have equally many parameters instead"},
         tune=tuned("optimizer.learning_rate", low, high, points=4, more=1),

@@ -11,7 +11,7 @@ instabilities": instabilities of large models at small learning rates also occur
 large learning rates. The report includes the paper's sensitivity: the mean loss over all rates
 minus the loss at the best rate.
 
-Hardware  two CPU cores, beside other work: 72 runs in 26 minutes (rate), 45 runs in 14 minutes
+Hardware  two CPU cores, on a busy machine: 72 runs in 26 minutes (rate), 45 runs in 14 minutes
           (warmup)
 
 Measured (two cores of an AMD EPYC 9005; mean test/loss over three seeds; 95 % intervals of +- 0.05

@@ -8,8 +8,8 @@ What BLEU does the paper's model reach with the paper's recipe?
 Data      WMT 2014 English-German (4.5 M pairs; newstest2013 for validation, newstest2014 for
           testing) at the paths of `data.train`, `data.valid` and `data.test`: tab-separated files,
           local or gs://; for pairs of files, set data.format=paired
-Hardware  an accelerator: 65 M parameters, 25,000 source and 25,000 target tokens per step; the
-          paper took 0.4 s per step on 8 P100
+Hardware  an accelerator: 63 M parameters (the paper: 65 M), 25,000 source and 25,000 target tokens
+          per step; the paper took 0.4 s per step on 8 P100
 Expected  the paper reports 27.3 BLEU (tokenized, compound-split) after 100,000 steps. On
           detokenized text, sacreBLEU is about 0.7 lower for the same output (for fairseq's big
           model, 28.6 instead of 29.29)

@@ -7,7 +7,8 @@ How much better is it than the model of vaswani_base.py, with three times as man
 
 The data, and the choices that the paper leaves open, are those of vaswani_base.py.
 
-Hardware  an accelerator: 213 M parameters; the paper took 1.0 s per step on 8 P100, 3.5 days
+Hardware  an accelerator: 214 M parameters (the paper: 213 M); the paper took 1.0 s per step on 8
+          P100, 3.5 days
 Expected  the paper reports 28.4 BLEU (tokenized, compound-split) after 300,000 steps; for
           English-French, it uses dropout 0.1: --config.model.dropout=0.1
 Measured  not run yet, for lack of an accelerator. The tests build and shard the model.

@@ -173,8 +173,8 @@ TRAIN = ["train", "--config=config.py", "--workdir=x"]
         ),
         (
             ["train", "--config=config.py", "--workdir=run", "--config.train.steps=9"],
-            "run was started with train.steps = 6, and the schedule 'cosine' depends on it; "
-            "restore it, or start a new run with train.init_from=run",
+            "workdir: train.steps was 6 in run, and schedule 'cosine' depends on it; "
+            "restore that, or start a new run with train.init_from=run",
         ),
         (["train", "--config=config.py", "--workdir="], "argument --workdir: empty; name a folder"),
         (

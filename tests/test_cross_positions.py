@@ -152,7 +152,7 @@ def test_fused_attention_falls_back_and_says_why():
         ({"cross_position": "rotry"}, "model.cross_position: unknown value 'rotry'; did you mean"),
         (
             {"cross_position": {"name": "rotary", "scaling": DYNAMIC}, "d_head": 8},
-            "model.cross_position: 'rotary' depends on the length, which differs; choose another",
+            "model.cross_position: 'rotary' depends on the length of each sequence; choose",
         ),
         (
             {"cross_position": "rotary", "random_positions": 30},

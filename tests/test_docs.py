@@ -3,6 +3,7 @@
 import importlib.util
 import io
 import json
+import math
 import os
 import re
 import shlex
@@ -10,11 +11,14 @@ import subprocess
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from transformer.cli import main
 from transformer.config_io import load_arms, load_experiment
+from transformer.planning.chips import topology
+from transformer.runs.fits import check_divisibility
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -141,8 +145,11 @@ def run_verb(words: list[str], how: str, stdin: str, monkeypatch) -> None:
 
         def only_read(args, overrides):
             if getattr(args, "config", ""):
-                load_experiment(args.config, overrides)
-                assert verb != "sweep" or load_arms(args.config, overrides)
+                config = load_experiment(args.config, overrides)
+                if verb == "plan":
+                    check_that_it_fits(config, topology(args.topology, args.slices).devices)
+                has_arms = verb == "sweep" or getattr(args, "arms", False)
+                assert not has_arms or load_arms(args.config, overrides)
 
         monkeypatch.setattr(f"transformer.verbs.{verb}.run", only_read)
     if how.startswith("with ") and (verb in ("train", "sweep") or words[1:2] == ["prepare"]):
@@ -150,6 +157,14 @@ def run_verb(words: list[str], how: str, stdin: str, monkeypatch) -> None:
     text = shlex.split(stdin)[0] + "\n" if stdin else "Hello\n\n"
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
     assert main(words) == 0, words
+
+
+def check_that_it_fits(config, devices: int) -> None:
+    """Raises UserError if the batches of an experiment do not divide over so many devices."""
+    sizes = config.mesh.sizes
+    rest = devices // math.prod(size for size in sizes.values() if size > 0)
+    shape = {axis: size if size > 0 else rest for axis, size in sizes.items()}
+    check_divisibility(config, SimpleNamespace(shape=shape))
 
 
 def test_tour_notebook_runs(tmp_path, monkeypatch, capsys):

@@ -296,5 +296,5 @@ def test_embeddings_are_pooled_hidden_states(name, request, tmp_path):
 
 def test_an_encoder_has_no_probability_of_texts(bert, tmp_path):
     assert main(["convert", "--from", str(bert), "--workdir", str(tmp_path / "run")]) == 0
-    with pytest.raises(UserError, match="'masked_lm' does not train a probability of texts"):
+    with pytest.raises(UserError, match="'masked_lm' does not model the probability of texts"):
         transformer.score(tmp_path / "run", ["a text"])

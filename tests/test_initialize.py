@@ -135,7 +135,7 @@ def test_position_table_is_extended_or_interpolated(trained):
     workdir, pretrained = trained
     longer, name = {"max_length": 64}, "decoder/position_embedding"
     with pytest.raises(
-        UserError, match=rf"{name} is 32x16 in .* and 64x16 here; set train\.init_positions"
+        UserError, match=rf"{name} is 32x16 there and 64x16 here; set train\.init_positions"
     ):
         fresh_and_initialized(experiment(longer, {"init_from": str(workdir)}))
     fresh, initialized = fresh_and_initialized(
@@ -158,7 +158,7 @@ def test_key_value_heads_are_averaged_in_groups(trained):
     workdir, pretrained = trained
     model, train = {"num_kv_heads": 2}, {"init_from": str(workdir)}
     with pytest.raises(
-        UserError, match="key/bias is 4x4 in .* 2x4 here; set train.init_kv_heads=mean"
+        UserError, match="key/bias is 4x4 there and 2x4 here; set train.init_kv_heads=mean"
     ):
         fresh_and_initialized(experiment(model, train))
     _, initialized = fresh_and_initialized(experiment(model, train | {"init_kv_heads": "mean"}))
@@ -212,7 +212,7 @@ def test_training_starts_from_a_run_and_rejects_another_tokenizer(trained, tmp_p
     config = experiment(train={"init_from": str(workdir), "steps": 1})
     assert loop.train(config, tmp_path / "tuned") == 1
     other = experiment(train={"init_from": str(workdir)}, data={"tokenizer": {"kind": "unigram"}})
-    with pytest.raises(UserError, match=r"another tokenizer; set data\.tokenizer\.path="):
+    with pytest.raises(UserError, match=r"its tokenizer differs; set data\.tokenizer\.path="):
         loop.train(other, tmp_path / "other")
     assert not (tmp_path / "other").exists()
 

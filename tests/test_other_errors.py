@@ -136,7 +136,7 @@ def test_generation_with_a_masked_lm_raises():
             "data": {"corpus": "pydoc", "objective": "masked_lm", "length": 16},
         },
     )
-    with user_error("'masked_lm' does not train generation"):
+    with user_error("'masked_lm' does not train text generation"):
         Generator(masked, None, None)
 
 

@@ -129,7 +129,7 @@ def text(row: dict) -> str:
     if "flops_per_second" in row:
         words.append(f"{row['flops_per_second'] / 1e12:.3g} TFLOP/s")
     if "peak_share" in row:
-        words.append(f"{row['peak_share']:.0%} of the chip's")
+        words.append(f"{row['peak_share']:.0%} of peak")
     return ", ".join(words) + (f" ({row['backend']})" if row.get("backend") else "")
 
 
@@ -144,7 +144,7 @@ def summary(rows: list[dict]) -> dict[str, str]:
         tried = [row for row in group if row["status"] in ("passed", *BAD)]
         passed = sum(row["status"] == "passed" for row in tried)
         repeated = sum(row.get("repeats", False) for row in tried)
-        words = f"{passed} of {len(tried)} passed, {repeated} repeat bit for bit"
+        words = f"{passed} of {len(tried)} passed, {repeated} deterministic"
         results[name] = words if tried else "none supported"
     return results | {row["name"]: text(row) for row in rows if row["section"] != "checks"}
 

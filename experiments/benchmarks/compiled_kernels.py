@@ -1,4 +1,4 @@
-"""Does the TPU compiler accept the kernels of fused attention, in every combination?
+"""Does the TPU compiler accept the kernels of fused attention, with each scheme and option?
 
     python experiments/benchmarks/compiled_kernels.py --chips=v5e,v5p,v6e
 

@@ -4,7 +4,7 @@ The paper suspects that dot products grow with d_k and push the softmax into reg
 gradients. This study varies d_k from 8 to 256, with and without the scale. It measures the entropy
 of the attention weights, the largest logit and the gradient of W_Q before the first step, and the
 loss after 200 steps. The paper's argument assumes queries and keys of variance 1 at any d_k.
-LeCun's initialization satisfies this.
+LeCun initialization satisfies this.
 
     python -m transformer sweep --config=experiments/findings/attention_scaling.py \
         --workdir=runs/attention_scaling
@@ -13,7 +13,7 @@ LeCun's initialization satisfies this.
 At a larger scale (d_model 1024, 12 layers; TPU v5e-8):
 --config=experiments/findings/attention_scaling.py:large
 
-Hardware  two CPU cores, 36 runs, 16 minutes with --jobs=2 beside other work
+Hardware  two CPU cores, 36 runs, 16 minutes with --jobs=2 on a busy machine
 
 Measured (two cores of an AMD EPYC 9005; three seeds; test/loss with its 95 % interval. The other
 columns are measured before the first step: entropy and largest logit, both as means over heads and
@@ -45,7 +45,7 @@ Contrary to the paper, the gradient of W_Q does not become small. By itself, omi
 would multiply the gradient by sqrt(d_k). Three quarters of that factor remain at d_k 8 and half at
 256, so the gradient is two to eight times as large as with the scale.
 
-Xavier's initialization (--config.model.initializer=xavier_uniform, the same sweep) makes W_Q and
+Xavier initialization (--config.model.initializer=xavier_uniform, the same sweep) makes W_Q and
 W_K smaller as d_k grows. Then nothing grows with d_k: without the scale, the largest logit is 15 to
 25 and the entropy 0.9 to 1.4 at every d_k, and the loss is higher by 0.13 to 0.20 nats.
 """

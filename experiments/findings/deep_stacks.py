@@ -1,9 +1,9 @@
 r"""How deep can a stack be under each norm placement? Wang et al. (2022), Kim et al. (2025).
 
 The papers are "DeepNet: Scaling Transformers to 1,000 Layers" and "Peri-LN". They claim that
-post-norm trains with 6 layers but fails with 24 and more. With a larger residual scale and a
-smaller initialization (DeepNorm), it trains at any depth. So do pre-norm, and norms before and
-after the sublayer (peri-norm).
+post-norm trains with 6 layers but fails with 24 and more. DeepNorm (a larger residual scale and a
+smaller initialization), pre-norm and peri-norm (norms before and after the sublayer) train at any
+depth.
 
     python -m transformer sweep --config=experiments/findings/deep_stacks.py \
         --workdir=runs/deep_stacks
@@ -12,7 +12,7 @@ after the sublayer (peri-norm).
 At the paper's scale (up to 200 layers of d_model 512, WMT14; TPU v5p-16):
 --config=experiments/findings/deep_stacks.py:paper
 
-Hardware  two CPU cores, 24 runs, about 35 minutes beside other work
+Hardware  two CPU cores, 24 runs, about 35 minutes on a busy machine
 
 Measured (two cores of an AMD EPYC 9005; three seeds; test/loss with its 95 % interval; norm of the
 gradient of the feed-forward matrices in the first and last layer after 400 steps):
@@ -24,10 +24,10 @@ gradient of the feed-forward matrices in the first and last layer after 400 step
     peri            5.316 +- 0.054   0.24  0.14          5.298 +- 0.057      0.17  0.04
 
 The results confirm the papers. With 6 layers, post-norm has the lowest mean loss of the four,
-without a detectable difference from pre, deepnorm and peri. With 24 layers, it alone fails. Unlike
-in Wang et al., it does not diverge. Its loss stays at that of a model that has learned only the
-token frequencies, because almost no gradient reaches the first layers. Before the first step, the
-gradient was 0.48 there and 1.32 in the last layer. Only deepnorm has the same gradient at every
+without a detectable difference from pre, deepnorm and peri. With 24 layers, only post-norm fails.
+Unlike in Wang et al., it does not diverge. Its loss stays at that of a model that has learned only
+the token frequencies, because almost no gradient reaches the first layers. Before the first step,
+the gradient was 0.48 there and 1.32 in the last layer. Only deepnorm has the same gradient at every
 depth before the first step (0.11 in all layers).
 
 In this short training, 18 more layers reduce the loss, paired by seed, by 0.080 +- 0.027 with
@@ -110,7 +110,7 @@ def sweep(scale="small"):
     }
     return Sweep(
         product(vary("model.norm_placement", "post", "pre", "deepnorm", "peri"), arms(**depths)),
-        question="Which norm placements still train when the stack is four times as deep?",
+        question="Which norm placements still train when the stack is deeper?",
         declared={
             "parameters": "deeper stacks are larger",
             "flops": "deeper stacks compute more",

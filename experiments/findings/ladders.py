@@ -1,11 +1,11 @@
 r"""How much compute does each norm placement or position scheme need, and does scale change it?
 
-A ladder of decoders of four sizes (N from 25 to 250 thousand parameters outside the embeddings),
-each with three seeds: with pre-, post- and peri-norm, or with rotary positions, ALiBi and
-sinusoidal position embeddings. One run per size and seed decays its learning rate after 5, 10 and
-20 tokens per parameter (WSD-S) and is evaluated there. Laws L(N, D) are fitted to the three smaller
-sizes, and predict the loss of the largest. The result is the compute multiplier of each arm against
-the first, with its interval.
+A ladder trains decoders of four sizes (N from 25 to 250 thousand parameters outside the embeddings)
+with three seeds. The arms are pre-, post- and peri-norm, or rotary positions, ALiBi and sinusoidal
+position embeddings. One run per size and seed decays its learning rate after 5, 10 and 20 tokens
+per parameter (WSD-S) and is evaluated there. Laws L(N, D) are fitted to the three smaller sizes,
+and predict the loss of the largest. The result is the compute multiplier of each arm against the
+first, with its interval.
 
     python -m transformer sweep --config=experiments/findings/ladders.py:placements \
         --workdir=runs/ladder_placements
@@ -21,7 +21,7 @@ Text      WikiText-2 by characters: about 10.9 million unique tokens. The larges
           million of them, so no token is read twice. The larger variants need up to 6 billion
           tokens: give them a larger text with --config.data.train.
 Rule      learning rate 3e-3 (N / 1e5)^(-1/3), the same for all arms. It is not tuned for each arm,
-          so that the multipliers hold for this rule only.
+          so the multipliers hold only for this rule.
 Hardware  two CPU cores, 36 runs for each question: two to three hours (the machine did other work)
 
 Measured for placements (test loss in nats per character, mean +/- half of the 95 % interval):
@@ -33,8 +33,8 @@ Measured for placements (test loss in nats per character, mean +/- half of the 9
 
 The multipliers are unidentified: the fits of all three arms end at a bound (E or alpha), because
 over these sizes the loss is nearly a power law without a floor. Scale changes the answer. Post-norm
-is better by 0.07 at XS, and no placement is better at L. Of nine single runs, 3 at XS, 2 at S and 6
-at M rank two arms as the mean at L does.
+is better by 0.07 at XS, and no placement is better at L. Of nine pairs of runs, 3 at XS, 2 at S and
+6 at M rank two arms as the means at L do.
 
 Measured for positions:
 
@@ -46,10 +46,10 @@ Measured for positions:
 Averaged over the sizes, ALiBi is worse than rotary by 0.022 [0.000, 0.044], and sinusoidal by
 0.2212 [0.2197, 0.2227]. Here, too, the fits of all three arms end at a bound. The budget matters:
 after 5 tokens per parameter, ALiBi has a lower validation loss than rotary at XS, S and M (S: 2.32
-and 2.44), and a higher one after 20 (M: 1.80 and 1.77). Without a law: sinusoidal reaches 2.00 with
-1.9e12 FLOPs (M), as rotary does with 5.4e11 (S), and 1.69 with 8.7e12 (L), where rotary reaches
-1.70 with half of them. Of nine single runs, 8 at XS, 7 at S and 9 at M rank two arms as the mean at
-L does.
+and 2.44), and a higher one after 20 (M: 1.80 and 1.77). Without a law: for a loss of 2.00,
+sinusoidal needs 1.9e12 FLOPs (M) and rotary 5.4e11 (S). At L, sinusoidal reaches 1.69 with 8.7e12
+FLOPs, and rotary 1.70 with half of them. Of nine pairs of runs, 8 at XS, 7 at S and 9 at M rank two
+arms as the means at L do.
 """
 
 import ml_collections

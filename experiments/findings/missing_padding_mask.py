@@ -6,7 +6,7 @@ other sequences of the batch. A causal decoder needs no such mask: its padding c
 
 The arm `masked` has the mask. The arm `padding_as_tokens` reads the padding like any other token,
 in training and in evaluation. Both are evaluated with and without the mask, with sources padded to
-24 tokens, as in training, and to 48 and 96. The last two also contain the few longer sources.
+24 tokens, as in training, and to 48 and 96. At 48 and 96, the few longer sources are included.
 
     python -m transformer sweep --config=experiments/findings/missing_padding_mask.py \
         --workdir=runs/missing_padding_mask
@@ -15,7 +15,7 @@ in training and in evaluation. Both are evaluated with and without the mask, wit
 At a larger scale (the base model of Vaswani et al. 2017, sources of 64 tokens; TPU v5e-8):
 --config=experiments/findings/missing_padding_mask.py:large
 
-Hardware  two CPU cores, 7 minutes beside other work
+Hardware  two CPU cores, 7 minutes on a busy machine
 
 Measured (two cores of an AMD EPYC; test split, mean and 95 % interval over three seeds, nats per
 token, with sources padded to 24, 48 and 96 tokens):

@@ -13,8 +13,8 @@ scale (TPU v5e-16): --config=experiments/findings/muon.py:paper
 Hardware  two CPU cores, 84 runs, about 90 minutes
 
 Measured (two cores of an AMD EPYC; 400 steps of 1,024 tokens; test/loss with its 95 % interval over
-three seeds; the best learning rate with its interval, and the loss that a factor of 2 from it
-costs; paired by seed, the gain of Muon, and the step at which Muon has AdamW's final loss):
+three seeds; best learning rate with its interval; cost: the increase of the loss at a factor of 2
+from it; gain of Muon, paired by seed; step at which Muon reaches AdamW's final loss):
 
     size  optimizer  test/loss        best rate                cost   gain of Muon           step
     0.3M  adamw      4.565 +- 0.036   0.010  [0.0095, 0.011]   0.057
@@ -26,10 +26,10 @@ costs; paired by seed, the gain of Muon, and the step at which Muon has AdamW's 
 
 Muon is better at each size, and needs 0.64, 0.54 and 0.49 times the steps for AdamW's final loss.
 The gain is larger at 2M than at 0.3M, by 0.134 [0.094, 0.174] nats. Wen et al. find that it shrinks
-with size. The two studies differ: here, 0.4 million tokens are 1.2 to 0.2 per parameter, and AdamW
-does not train larger models to a lower loss at all. The best rate of AdamW falls with d_model, with
-slope -1.00 [-1.53, -0.47] in the logarithms; that of Muon hardly does, with -0.44 [-1.24, +0.36].
-All optima are bracketed. The comparison at the rate of the file (18 of the 84 runs) was not run.
+with size. The studies differ: here, models read 0.4 million tokens, 1.2 to 0.2 per parameter, and
+AdamW's loss does not fall with size. On a log-log scale, the best rate against d_model has slope
+-1.00 [-1.53, -0.47] with AdamW, and -0.44 [-1.24, +0.36] with Muon. All optima are bracketed. The
+comparison at the rate of the file (18 of the 84 runs) was not run.
 """
 
 import ml_collections

@@ -1,8 +1,8 @@
-r"""Which position schemes work in sequences longer than those of training? Press et al. (2022).
+r"""Which position schemes extrapolate beyond the training length? Press et al. (2022).
 
 The papers are "Train Short, Test Long" and Kazemnejad et al. (2023), "The Impact of Positional
-Encoding on Length Generalization in Transformers". They evaluate models that were trained at length
-T at lengths up to 16 T. Learned tables end at T, sinusoidal embeddings fail at once, rotary
+Encoding on Length Generalization in Transformers". They train models at length T and evaluate them
+at lengths up to 16 T. Learned tables end at T, sinusoidal embeddings fail at once, rotary
 degrades, T5's bias holds for a while, and ALiBi stays flat. A decoder also works without a position
 scheme, because its causal mask lets it count tokens, and it extrapolates better than rotary.
 
@@ -15,7 +15,7 @@ At the paper's scale (WikiText-103, 16 layers of d_model 1024, sequences of 512;
 
 Hardware  two CPU cores, about an hour with --jobs=2
 
-Measured (two cores of an AMD EPYC 9005, 1:57 hours beside other work; nats per token, mean and 95 %
+Measured (two cores of an AMD EPYC 9005, 1:57 hours on a busy machine; nats per token, mean and 95 %
 interval over three seeds; sequences that do not overlap, from the first 65,536 tokens of the test
 split):
 

@@ -20,7 +20,7 @@ experiments/benchmarks/recurrence.py measures their time and their sequential st
 At a larger scale (d_model 512, up to 1,024 letters; TPU v5e-4):
 --config=experiments/findings/recurrence.py:large
 
-Hardware  two CPU cores, 45 runs, 55 minutes beside other work
+Hardware  two CPU cores, 45 runs, 55 minutes on a busy machine
 
 Measured on two cores of an AMD EPYC 9005 (three seeds; share of strings copied without a mistake,
 and share of tokens predicted correctly from the true previous tokens, with 95 % intervals where

@@ -17,7 +17,7 @@ changes of activations do not depend on the size. At a larger scale (TPU v5e-16)
 --config=experiments/findings/transfer.py:paper_width and
 --config=experiments/findings/transfer.py:paper_depth
 
-Hardware  two CPU cores, 288 runs (width) and 432 runs (depth)
+Hardware  two CPU cores, 320 runs (width) and 480 runs (depth)
 """
 
 import ml_collections

@@ -36,8 +36,8 @@ With a long warm-up and a lower rate, they gain 0.86 and 0.85 nats, and no place
 detectably from pre-norm (after Holm's correction). With 12 layers, tuning does not help them:
 within 300 steps, neither trains at any warm-up and rate that was tried. Their best warm-ups, and
 that of res_post, are at the edge of the range and not bracketed, because all values are equally
-bad. So the effect of the placement depends on the depth: post instead of pre changes the loss by
-0.71 [0.54, 0.88] nats more with 12 layers than with 4.
+bad. So the effect of the placement depends on depth: from 4 to 12 layers, the difference of post
+from pre rises by 0.71 [0.54, 0.88] nats.
 """
 
 import ml_collections

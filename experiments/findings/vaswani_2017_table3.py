@@ -13,7 +13,7 @@ d_model 256 and 26.0 with 1024; 25.4 with d_ff 1024 and 26.2 with 4096. (D) 24.6
 
 At the paper's scale (WMT14, TPU v5e-8): --config=experiments/findings/vaswani_2017_table3.py:paper
 
-Hardware  two CPU cores, 45 runs, 2:13 hours with --jobs=2 beside other work
+Hardware  two CPU cores, 45 runs, 2:13 hours with --jobs=2 on a busy machine
 
 Measured (two cores of an AMD EPYC 9005; Tatoeba English-Spanish, 1,500 steps of 16 packed
 sequences, in which each of 138,522 pairs occurs once; greedy decoding; mean and 95 % interval over

@@ -14,7 +14,7 @@ number of pairs in a batch.
 At a larger scale (the base model of Vaswani et al. 2017; TPU v5e-8):
 --config=experiments/findings/wang_2022.py:large
 
-Hardware  two CPU cores, 9 runs, 46 minutes beside other work
+Hardware  two CPU cores, 9 runs, 46 minutes on a busy machine
 
 Measured (two cores of an AMD EPYC; test split, mean and 95 % interval over three seeds; difference
 from the encoder-decoder, paired by seed; BLEU against all references with greedy decoding):
@@ -24,9 +24,9 @@ from the encoder-decoder, paired by seed; BLEU against all references with greed
     causal_decoder   2.214 +- 0.022   0.147 [0.113, 0.181]  19.7 +- 0.3
     prefix_decoder   2.269 +- 0.011   0.203 [0.199, 0.206]  18.4 +- 0.8
 
-The encoder-decoder is better than both decoders, as in T5, although they compute about twice as
-many operations for each pair (0.9 epochs for all arms). Reading the source bidirectionally does not
-help here: the prefix language model is worse than the causal one, by 0.055 +- 0.034. In T5, after
+As in T5, the encoder-decoder is better than both decoders, although the decoders use about twice
+the FLOPs per pair (all arms train for 0.9 epochs). Reading the source bidirectionally does not help
+here: the prefix language model is worse than the causal one, by 0.055 +- 0.034. In T5, after
 far more training, it is better.
 """
 

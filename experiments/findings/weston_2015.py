@@ -14,7 +14,7 @@ which move was the last. The first command writes the stories:
 At a larger scale (stories of up to 48 facts; TPU v5e-4):
 --config=experiments/findings/weston_2015.py:large
 
-Hardware  two CPU cores, 15 runs, about 95 minutes beside other work
+Hardware  two CPU cores, 15 runs, about 95 minutes on a busy machine
 
 Measured (two cores of an AMD EPYC; three seeds; share of answers whose first and last word are
 both right, with its 95 % interval; paired difference from rotary):
@@ -26,9 +26,9 @@ both right, with its 95 % interval; paired difference from rotary):
     none          0.184 [0.138, 0.230]    -0.813 [-0.855, -0.771]
 
 An encoder extracts nearly every answer with rotary positions, and most with T5's bias. Both tell it
-how far apart two words are. With learned and sinusoidal positions, which are added to the words, it
-finds less than half within 1500 steps. Without positions, it is no better than choosing one of the
-story's moves at random, which is right for 0.245 of the answers.
+how far apart two words are. With learned and sinusoidal positions, which are added to the
+embeddings, it finds fewer than half within 1,500 steps. Without positions, it is no better than
+choosing one of the story's moves at random, which is right for 0.245 of the answers.
 """
 
 import random

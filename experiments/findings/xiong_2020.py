@@ -15,7 +15,7 @@ At the paper's scale (WMT14 English-German, 6 + 6 layers, d_model 512; TPU v5e-8
 
 Hardware  two CPU cores, about 20 minutes with --jobs=2
 
-Measured (two cores of an AMD EPYC 9005, 23 minutes beside other work; test split, mean and 95 %
+Measured (two cores of an AMD EPYC 9005, 23 minutes on a busy machine; test split, mean and 95 %
 interval over five seeds; every p of paired t-tests with Holm's correction is under 0.001):
 
     arm         test/loss         difference from pre-warm

@@ -11,7 +11,7 @@ LayerNorm without gain and offset (LayerNorm-simple) is as good as LayerNorm or 
 At a larger scale (110 M parameters, GPT-2's size, sequences of 1,024; TPU v5e-8):
 --config=experiments/findings/xu_2019.py:large
 
-Hardware  two CPU cores, 18 runs, 20 minutes beside other work
+Hardware  two CPU cores, 18 runs, 20 minutes on a busy machine
 
 Measured (two cores of an AMD EPYC; test/loss with its 95 % interval over three seeds; difference
 from LayerNorm under the same placement, paired by seed):

@@ -185,7 +185,7 @@ def check_fields(sources: Mapping[str, Batches]) -> None:
         if found != expected:
             differ = ", ".join(sorted({*found} ^ {*expected}))
             problem = f"sources {first!r} and {name!r} have batches of different fields ({differ})"
-            raise UserError(f"data.mixture.objective: {problem}; give them similar objectives")
+            raise UserError(f"data.mixture.objective: {problem}; use objectives with equal fields")
 
 
 def _reports(sources: Mapping[str, Batches]) -> dict[str, int]:

@@ -144,14 +144,14 @@ class DataConfig:
         if isinstance(self.held_out, int):
             at_least("data", self, 1, "held_out")
         elif not 0 < self.held_out < 0.5:
-            raise UserError(f"data.held_out: {self.held_out} is no fraction between 0 and 0.5")
+            raise UserError(f"data.held_out: {self.held_out} is not a fraction between 0 and 0.5")
         at_least("data", self, 0, "max_examples", "eval_overlap", "target_length")
         if self.eval_overlap >= self.length:
             limit = f"must be less than data.length = {self.length}"
             raise UserError(f"data.eval_overlap: {self.eval_overlap} {limit}")
         is_tsv = self.format == "tsv"
         if is_tsv and not all(x.isascii() and x.isdigit() for x in self.fields):
-            raise UserError(f"data.fields: {self.fields} must be column numbers, from 0, of a tsv")
+            raise UserError(f"data.fields: {self.fields} must be column numbers of a tsv, from 0")
         if is_tsv and self.train and (self.fields, self.chosen.columns) == ((), ("text",)):
             way_out = "set data.format='text' for lines, or data.fields=('0',) for the first column"
             raise UserError(f"data.format: 'tsv' has columns, the objective one text; {way_out}")
@@ -183,7 +183,7 @@ class DataConfig:
         for name, source in self.sources.items():
             ours, theirs = self.chosen, source.chosen
             if theirs.predicts != ("tokens",) or type(ours).losses is not type(theirs).losses:
-                problem = f"{theirs.name!r} of source {name!r} has another loss than the tokens'"
+                problem = f"{theirs.name!r} of source {name!r} has another loss than data.objective"
                 raise UserError(f"data.mixture.objective: {problem}; train on it alone")
 
     @functools.cached_property

@@ -53,7 +53,7 @@ class Generator:
 
     def __post_init__(self):
         if not self.config.objective.generates_text or self.config.model.family == "encoder":
-            problem = f"{to_mapping(self.config.data.objective)!r} does not train generation"
+            problem = f"{to_mapping(self.config.data.objective)!r} does not train text generation"
             raise UserError(f"data.objective: {problem}; causal_lm, prefix_lm and seq2seq do")
         check_tokenizer(self.tokenizer)
         self._model = build_model(self.config.model)

@@ -43,7 +43,7 @@ class Scorer:
 
     def __post_init__(self):
         if self.config.model.family == "encoder" or not self.config.objective.predicts_tokens:
-            problem = f"{self.config.objective.name!r} does not train a probability of texts"
+            problem = f"{self.config.objective.name!r} does not model the probability of texts"
             raise UserError(f"data.objective: {problem}; causal_lm, prefix_lm and seq2seq do")
         self._subject = Subject(self.config, None, "", self.mesh)
 

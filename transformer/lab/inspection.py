@@ -74,7 +74,7 @@ def observe_text(trained: LoadedRun, mesh: Mesh, text: str, target: str = "") ->
     if not model.observes("maps"):
         raise UserError(f"inspect: model.mixer = {plain(model.mixer)!r} has no attention weights")
     if not model.lm_head:
-        raise UserError("inspect: this model has no language-model head, as the logit lens needs")
+        raise UserError("inspect: the model has no language-model head, which the logit lens needs")
     check_tokenizer(tokenizer)
     if not text.strip():
         raise UserError("--text: empty; enter the text that the model reads")

@@ -46,7 +46,7 @@ def section(results: Results) -> Section:
     target = max(rungs.values(), key=lambda rung: rung["N"])["size"]
     counts = [(size, *x) for size, x in ranking(points, target).items() if size != target]
     if shares := ", ".join(f"{size}: {right} of {of}" for size, right, of in counts):
-        sentences.append(f"Single runs that rank two arms as the mean at {target} does: {shares}.")
+        sentences.append(f"Pairs of runs that rank two arms as the means at {target} do: {shares}.")
     sentences += [f"{run}: left out of the laws: {why}." for run, why in missing.items()]
     rows: list = [["arm", "size", "seed", "N", "D", "FLOPs", "loss"]]
     for name, x in points.items():

@@ -90,7 +90,7 @@ def measure(
         ended = subprocess.run(child, env=os.environ | flags, capture_output=True, text=True)
         if ended.returncode:
             reason = (ended.stderr.strip().splitlines() or ["no message"])[-1][:300]
-            raise UserError(f"--kernels: they could not be compiled ({reason}); leave it out")
+            raise UserError(f"--kernels: kernels could not be compiled ({reason}); leave it out")
         return pickle.loads((Path(folder) / "kernels").read_bytes())
 
 

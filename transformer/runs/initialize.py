@@ -61,7 +61,7 @@ def check_tokenizer(directory: str, sha256: str) -> None:
     """Raises UserError if a run has another tokenizer: its embeddings are of other tokens."""
     file = find_tokenizer(buckets.open_folder(directory))
     if file is not None and hashlib.sha256(file.read_bytes()).hexdigest() != sha256:
-        raise UserError(f"train.init_from: another tokenizer; set data.tokenizer.path={file}")
+        raise UserError(f"train.init_from: its tokenizer differs; set data.tokenizer.path={file}")
 
 
 def _source(directory: Path, mesh: Mesh) -> tuple[Mapping, Callable[[str], jax.Array]]:
@@ -122,7 +122,7 @@ def _match(train: TrainConfig, targets: Mapping, sources: Mapping) -> set[str]:
             way_out = "set train.init_positions" if "position_embedding" in name else anew
             way_out = "set train.init_kv_heads=mean" if can_pool else way_out
             there, here = format_shape(sources[name]), format_shape(targets[name])
-            raise UserError(f"train.init_from: {name} is {there} in it and {here} here; {way_out}")
+            raise UserError(f"train.init_from: {name} is {there} there and {here} here; {way_out}")
     return names
 
 

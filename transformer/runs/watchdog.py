@@ -58,7 +58,7 @@ class Watchdog:
             if (elapsed := time.monotonic() - began) > deadline and not self._closed.is_set():
                 where = f"process {jax.process_index()} on {socket.gethostname()}"
                 problem = f"step {step:,} has taken {human_time(elapsed)} in {where}"
-                why = "another host or a collective hangs, or reading the text does"
+                why = "another host, a collective or the input pipeline hangs"
                 flush()
                 print(f"error: {problem}; {why}; the stacks of all threads:", file=sys.stderr)
                 faulthandler.dump_traceback(all_threads=True)

@@ -132,7 +132,7 @@ class TrainConfig:
         one_of("train.init_encoder", self.init_encoder, ("same", "decoder"))
         field = "train.average_checkpoints"
         if self.average_checkpoints == 1:
-            raise UserError(f"{field}: 1 averages nothing, like 0; set it to 0, or to 2 or more")
+            raise UserError(f"{field}: 1 has no effect; set it to 0, or to 2 or more")
         if self.average_checkpoints > self.keep_checkpoints:
             kept = f"but train.keep_checkpoints = {self.keep_checkpoints}"
             way_out = "increase train.keep_checkpoints"

@@ -13,7 +13,7 @@ on all cores of this machine, or elsewhere:
 
   --beam="--runner=DataflowRunner --project=... --region=... --temp_location=gs://..."
 
-Started again, it continues. The experiment then reads the folder:
+Run it again to continue it. The experiment then reads the folder:
 
   python -m transformer train --config=FILE.py --config.data.format=prepared \\
       --config.data.train=FOLDER --workdir=...
@@ -33,7 +33,7 @@ def arguments(parser) -> None:
     add = parser.add_argument
     add("name", nargs="?", metavar="NAME", help="a corpus, such as wikitext2; or prepare, verify")
     add("--config", metavar="FILE.py[:ARG]", help="prepare: the experiment")
-    add("--output", metavar="FOLDER", help="prepare, verify: the prepared text, local or gs://")
+    add("--output", metavar="FOLDER", help="prepare (local or gs://), verify: the prepared text")
     add("--license", default="", metavar="TEXT", help="prepare: license of the text, for the card")
     add("--min_chars", type=int, default=1, metavar="N", help="prepare: drop shorter texts")
     longer = "prepare: drop longer texts (default: 0, no limit)"
@@ -96,13 +96,14 @@ def _prepare(args, overrides) -> int:
     )
     # Fields that have no effect any more return to their defaults.
     data, default = to_mapping(config.data), to_mapping(DataConfig())
-    changes = {"format": "prepared", "train": args.output}
+    changes = {"format": "prepared", "train": args.output.replace("gs://", "MOUNT/")}
     no_effect = ("corpus", "valid", "test", "fields", "reverse", "held_out")
     changes |= {field: default[field] for field in no_effect if data[field] != default[field]}
     tokenizer = default["tokenizer"].items()
     changes |= {f"tokenizer.{k}": v for k, v in tokenizer if data["tokenizer"][k] != v}
     flags = [shlex.quote(f"--config.data.{field}={value}") for field, value in changes.items()]
-    print("read it with " + " ".join(flags))
+    mounted = " (MOUNT: the folder of mounted buckets)" * ("://" in args.output)
+    print(f"read it{mounted} with " + " ".join(flags))
     return 0
 
 

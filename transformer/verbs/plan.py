@@ -10,8 +10,8 @@ at the chip's published rates, and the time and price of the run, and suggests c
   python -m transformer plan --config=... --topology=v5e-256 --slices=2 --config.mesh.fsdp=256 \\
       --config.mesh.data=2
   python -m transformer plan --config=... --topology=v6e-64 --search
-  python -m transformer plan --config=experiments/positions.py --topology=v5e-16 --arms
-  python -m transformer plan --config=... --topology=v5e-16 --arms --kernels
+  python -m transformer plan --config=experiments/findings/press_2022.py:paper \\
+      --topology=v5e-16 --arms --kernels
 
   TPUs by shape (v5p:4x4x8) or by name (v5p-256): v4, v5e, v5p, v6e, tpu7x. The compiler comes with
   pip install -e '.[tpu]'; no TPU is needed.

@@ -6,8 +6,8 @@ Finished runs are skipped, and interrupted runs resume. A run that diverges or f
 and the others continue. The same command continues an interrupted sweep. Before any run, the
 command shows what each arm changes in the model, and rejects arms with undeclared differences.
 
-If the sweep has numbers to tune, it first trains every arm with several values of them. Then it
-trains each arm with its best values, and with those of the file. --untuned does only the last.
+If the sweep tunes hyperparameters, it first trains every arm with several values of each. Then it
+trains each arm with its best values, and with those of the file. --untuned uses only the file's.
 
   python -m transformer sweep --config=experiments/ablation.py --workdir=runs/ablation
   python -m transformer sweep --config=... --workdir=/shared/ablation --shard=2/4
@@ -15,8 +15,8 @@ trains each arm with its best values, and with those of the file. --untuned does
   python -m transformer sweep --workdir=runs/ablation
       resumes the sweep in that folder
 
-Runs that differ only in numbers (seed, learning rate, weight decay, warm-up, b2, dropout) are
-trained as one program. On a pod, start this command on every host. Each run then uses all chips."""
+Runs that differ only in seed, learning rate, weight decay, warm-up, b2 or dropout are trained as
+one program. On a pod, start this command on every host. Each run then uses all chips."""
 
 import argparse
 import sys

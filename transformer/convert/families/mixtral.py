@@ -23,7 +23,7 @@ def _experts(f: Fields, count: str, normalize: bool = True) -> dict:
 def _write_experts(c: ModelConfig, count: str) -> dict:
     kind = c.feed_forward_kind
     if not isinstance(kind, Mixture):
-        problem = "cannot be expressed by a family of expert mixtures"
+        problem = "cannot be expressed by a mixture-of-experts family"
         raise UserError(f"model.feed_forward: {kind.name!r} {problem}")
     counts = {count: kind.num_experts, "num_experts_per_tok": kind.top_k}
     return counts | {"router_aux_loss_coef": kind.load_balance}
@@ -39,8 +39,8 @@ def _weights(block: str, names: Parts, theirs: str, ours: str, c: ModelConfig):
 
 
 def _read_qwen3(f: Fields) -> dict:
-    f.must("decoder_sparse_step", 1, "all layers are expert mixtures")
-    f.must("mlp_only_layers", [], "all layers are expert mixtures")
+    f.must("decoder_sparse_step", 1, "all layers are mixtures of experts")
+    f.must("mlp_only_layers", [], "all layers are mixtures of experts")
     f.ignore("max_window_layers")  # not used
     experts = _experts(f, "num_experts", f.get("norm_topk_prob"))
     sizes = {"d_ff": f.get("moe_intermediate_size"), "window": used_window(f)}

@@ -80,7 +80,7 @@ class CrossAttention(Mixer):
         reasons = {
             "is absolute": "embed" in scheme.hooks,
             "rotates keys, unlike additive scores": "rotate" in scheme.hooks and additive,
-            "depends on the length, which differs": getattr(scheme, "by_length", False),
+            "depends on the length of each sequence": getattr(scheme, "by_length", False),
             "does not support model.random_positions": scheme.reads_positions and spread,
         }
         reason = next((reason for reason, holds in reasons.items() if holds), None)

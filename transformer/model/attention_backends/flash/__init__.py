@@ -34,7 +34,7 @@ def why_not(q, k, v, inputs: Inputs) -> str | None:
     has_tables = by_distance and _tables(position) > 0
     problems = {
         "on GPUs, the position scheme may depend on distance alone": has_tables and call.on_gpu(),
-        "on GPUs, it supports head sizes to 256": max(q.shape[-1], v.shape[-1]) > 256
+        "on GPUs, it supports head sizes up to 256": max(q.shape[-1], v.shape[-1]) > 256
         and call.on_gpu(),
         f"it does not support the mask {mask}": not (mask.plain and mask.within),
         "the position scheme is not a function of distance": position and not by_distance,
