@@ -26,8 +26,8 @@ Post-norm is better here, by 0.191 [0.159, 0.223] nats over both position scheme
 than rotary positions, by 0.053 [0.041, 0.065] nats over both placements. There is no detectable
 difference between post-rotary and post-alibi.
 
-Measured with tuning (two cores of an AMD EPYC 9004). Rate: the arm's best learning rate. Gain: the
-decrease of the loss from the file's rate of 0.003:
+Measured with tuning (two cores of an AMD EPYC 9004). Rate: the arm's best learning rate. Gain: how
+much lower the loss is than at the file's rate of 0.003:
 
     arm          rate    test/loss        difference from pre-rotary     p      gain
     pre-rotary   0.017   4.545 +- 0.059                                         0.295

@@ -10,7 +10,7 @@ Hardware  two CPU cores, an hour
 Measured  test loss 1.079 nats per token, accuracy 78.3 %, BLEU 52.8 against all references and 50.5
           against one, chrF 69.6 and 68.1, on 1,000 held-out sentences with beam 4. The run took 97
           minutes, because it shared two cores of an AMD EPYC 9005 with other work. While it ran
-          alone, it processed 5,000 to 6,000 tokens per second, which gives 65 minutes.
+          alone, it read 5,000 to 6,000 target tokens per second, which gives 65 minutes.
 """
 
 import ml_collections

@@ -174,7 +174,7 @@ TRAIN = ["train", "--config=config.py", "--workdir=x"]
         (
             ["train", "--config=config.py", "--workdir=run", "--config.train.steps=9"],
             "workdir: train.steps was 6 in run, and schedule 'cosine' depends on it; "
-            "restore that, or start a new run with train.init_from=run",
+            "restore the old value, or start a new run with train.init_from=run",
         ),
         (["train", "--config=config.py", "--workdir="], "argument --workdir: empty; name a folder"),
         (

@@ -329,7 +329,7 @@ def test_curves_that_are_the_same_appear_once(tmp_path):
     drawn = figures.curves(compare(tmp_path))
     assert list(drawn) == ["loss_by_steps", "loss_by_time"]
     caption, figure = drawn["loss_by_steps"]
-    assert "A step is 125 target tokens in training in every arm" in caption
+    assert "A step is 125 input tokens in training in every arm" in caption
     assert figure.axes[0].get_xlim() == (4, 8), "the axis begins where the curves do"
     log = tmp_path / "b" / "seed-0" / "metrics.jsonl"
     log.write_text(log.read_text().replace("1000", "2000"))

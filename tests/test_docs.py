@@ -145,11 +145,11 @@ def run_verb(words: list[str], how: str, stdin: str, monkeypatch) -> None:
 
         def only_read(args, overrides):
             if getattr(args, "config", ""):
-                config = load_experiment(args.config, overrides)
-                if verb == "plan":
+                configs = {"": load_experiment(args.config, overrides)}
+                if verb == "sweep" or getattr(args, "arms", False):
+                    configs = load_arms(args.config, overrides)[1]
+                for config in configs.values() if verb == "plan" else ():
                     check_that_it_fits(config, topology(args.topology, args.slices).devices)
-                has_arms = verb == "sweep" or getattr(args, "arms", False)
-                assert not has_arms or load_arms(args.config, overrides)
 
         monkeypatch.setattr(f"transformer.verbs.{verb}.run", only_read)
     if how.startswith("with ") and (verb in ("train", "sweep") or words[1:2] == ["prepare"]):
@@ -164,6 +164,7 @@ def check_that_it_fits(config, devices: int) -> None:
     sizes = config.mesh.sizes
     rest = devices // math.prod(size for size in sizes.values() if size > 0)
     shape = {axis: size if size > 0 else rest for axis, size in sizes.items()}
+    assert math.prod(shape.values()) == devices, shape
     check_divisibility(config, SimpleNamespace(shape=shape))
 
 

@@ -5,7 +5,7 @@
 The state is Adam's, 12 bytes per parameter, on one device. Prints the median seconds of each,
 and the share of the fingerprints in the time of a save.
 
-Measured on two cores of an AMD EPYC 9005 on a busy machine, for 576 MiB: fingerprints 0.35 s, save
+Measured on two cores of a busy machine (AMD EPYC 9005), for 576 MiB: fingerprints 0.35 s, save
 8.67 s, read and verify 12.75 s; fingerprints take 4.0 % of a save.
 """
 

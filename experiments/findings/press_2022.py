@@ -122,6 +122,6 @@ def sweep(scale="small"):
             vary("model.position", "alibi", "t5", "rotary", "none", "sinusoidal"),
             arms(learned={"model.position": "learned", "train.evaluators": (WITHIN_ITS_TABLE,)}),
         ),
-        question="Which position schemes work in sequences longer than those of training?",
+        question="Which position schemes extrapolate beyond the training length?",
         seeds=3,
     )

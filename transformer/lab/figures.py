@@ -101,7 +101,7 @@ def scanned(verdict: Verdict) -> Drawings:
 def curves(verdict: Verdict) -> Drawings:
     """Returns the figures of the validation loss against steps, tokens, FLOPs and time. Tokens and
     FLOPs have none if they are the same multiple of the steps in all arms."""
-    labels = {"steps": "training steps", "tokens": "target tokens in training"}
+    labels = {"steps": "training steps", "tokens": "input tokens in training"}
     labels |= {"flops": "training FLOPs", "time": "training time in seconds"}
     results, pictures, same = verdict.results, {}, []
     lines = [line for name in _lines(verdict) if (line := _curve(results.arms[name]))]

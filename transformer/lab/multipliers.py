@@ -149,8 +149,8 @@ def fit_all(arms: Mapping[str, Points], baseline: str, replicas=1000, seed=0) ->
 
 
 def ranking(arms: Mapping[str, Points], target: str) -> dict[str, tuple[int, int]]:
-    """Returns, by size, how many (right, all) pairs of arms and seeds one run ranks as `target`.
-    Losses are those of runs' last budgets; at the size `target`, means over seeds."""
+    """Returns, by size, how many (right, all) pairs of runs rank two arms as the means at the size
+    `target` do. The runs of a pair have one seed; losses are those of their last budgets."""
     counts: dict[str, tuple[int, int]] = {}
     for pair in itertools.combinations(arms.values(), 2):
         one, two = (dict(zip(x.runs, x.loss[:, -1], strict=True)) for x in pair)

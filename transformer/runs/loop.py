@@ -30,7 +30,7 @@ def train(config: Experiment, workdir: str | os.PathLike, verbose: bool = False)
         run = begin(config, workdir, mesh, verbose=verbose)
         trace = _profile(run.workdir, config.train.profile, run.step)
         with run, stop_signals() as stopped, trace as profile:
-            first, compiling = run.step, elapsed("compiling the training step")
+            first, compiling = run.step, elapsed("compiling the training step", run.progress.stream)
             for batch in run.train.stream(run.step, config.train.steps):
                 batch = run.subject.share.place(batch)
                 with compiling if run.step == first else contextlib.nullcontext():

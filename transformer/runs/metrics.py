@@ -121,8 +121,8 @@ class Progress:
 
     def __init__(self, steps: int, stream=None):
         self.steps = steps
-        self._stream = stream or sys.stderr
-        self._live = self._stream.isatty()
+        self.stream = stream or sys.stderr
+        self._live = self.stream.isatty()
         self._seconds_per_step = 0.0
         self._is_open = False  # whether the last line is one that `show` may update
 
@@ -142,17 +142,17 @@ class Progress:
         if self._live:
             line = "\r\x1b[K" + line[: shutil.get_terminal_size().columns - 1]
         self._is_open = self._live
-        print(line, end="" if self._live else "\n", file=self._stream, flush=True)
+        print(line, end="" if self._live else "\n", file=self.stream, flush=True)
 
     def note(self, text: str) -> None:
         """Prints a permanent line after the last progress line, which stays."""
         self.close()
-        print(text, file=self._stream, flush=True)
+        print(text, file=self.stream, flush=True)
 
     def close(self) -> None:
         """Ends the progress line, if there is one."""
         if self._is_open:
-            self._stream.write("\n")
+            self.stream.write("\n")
         self._is_open = False
 
 

@@ -68,7 +68,7 @@ def check(workdir: Path, config: Experiment) -> None:
     changed = sorted(key for key in different if not key.startswith(RESUME_FIELDS))
     if changed == ["train.steps"] and schedule not in ("inverse_sqrt", "constant"):
         problem = f"train.steps was {old.train.steps} in {workdir}, and schedule {schedule!r}"
-        way_out = f"restore that, or start a new run with train.init_from={workdir}"
+        way_out = f"restore the old value, or start a new run with train.init_from={workdir}"
         raise UserError(f"workdir: {problem} depends on it; {way_out}")
     if changed and changed != ["train.steps"]:  # with other schedules, a run may be extended
         changes = listed([different[key] for key in changed], 6, separator="; ", last="; ")

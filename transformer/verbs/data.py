@@ -96,14 +96,14 @@ def _prepare(args, overrides) -> int:
     )
     # Fields that have no effect any more return to their defaults.
     data, default = to_mapping(config.data), to_mapping(DataConfig())
-    changes = {"format": "prepared", "train": args.output.replace("gs://", "MOUNT/")}
+    mount = "MOUNT/" * args.output.startswith("gs://")  # instead of gs://BUCKET/
+    changes = {"format": "prepared", "train": mount + args.output.split("/", 3 * bool(mount))[-1]}
     no_effect = ("corpus", "valid", "test", "fields", "reverse", "held_out")
     changes |= {field: default[field] for field in no_effect if data[field] != default[field]}
     tokenizer = default["tokenizer"].items()
     changes |= {f"tokenizer.{k}": v for k, v in tokenizer if data["tokenizer"][k] != v}
-    flags = [shlex.quote(f"--config.data.{field}={value}") for field, value in changes.items()]
-    mounted = " (MOUNT: the folder of mounted buckets)" * ("://" in args.output)
-    print(f"read it{mounted} with " + " ".join(flags))
+    where = " (MOUNT: where the bucket is mounted, runs/ by the launchers)" * bool(mount)
+    print(f"read it{where} with", shlex.join(f"--config.data.{k}={x}" for k, x in changes.items()))
     return 0
 
 
