@@ -1,11 +1,11 @@
-r"""Does pretraining on unlabeled text help an encoder to classify few labeled texts?
+r"""Does pretraining on unlabeled text help an encoder if labeled texts are few?
 
 Devlin et al. (2019), "BERT: Pre-training of Deep Bidirectional Transformers for Language
 Understanding", pretrain an encoder on masked language modeling, and then fine-tune it, with a new
-classifier, on each task. Here the text is WikiText-2, and the task is the kind of question (TREC,
-Li and Roth 2002: abbreviation, description, entity, human, location, number). The arm `scratch`
-trains the same model on the labels alone. The first command downloads the questions, and the second
-pretrains:
+classifier, on each task. Here the text is WikiText-2, and the task is to classify questions by type
+(TREC, Li and Roth 2002: abbreviation, description, entity, human, location, number). The arm
+`scratch` trains the same model on the labels alone. The first command downloads the questions, and
+the second pretrains:
 
     python experiments/findings/devlin_2019.py
     python -m transformer train --config=experiments/findings/devlin_2019.py:pretrain \
@@ -14,10 +14,22 @@ pretrains:
         --workdir=runs/devlin_2019
     python -m transformer compare runs/devlin_2019
 
-Hardware  two CPU cores
+Hardware  two CPU cores: 45 minutes of pretraining (on one of them), 10 runs in 40 minutes
 
-Measured: not yet. After 2,000 steps of pretraining, the loss was 5.68 (16 % of the masked tokens
-were predicted), hardly better than predicting the most frequent tokens.
+Measured (two cores of an AMD EPYC 9004; five seeds; 501 test questions, mean and 95 % interval):
+
+    arm         test/accuracy    difference            p
+    scratch     0.814 +- 0.010
+    pretrained  0.870 +- 0.014   0.056 [0.034, 0.079]  0.002
+
+Pretraining helps: it removes almost a third of the errors, and the test loss falls from 0.782 to
+0.439 nats, by 0.342 [0.289, 0.396]. The text of WikiText-2 has 2.1 million words, and the 4,870
+questions for training have 49,000. At the end of pretraining, the validation loss was 3.28, and
+42 % of the masked tokens were predicted correctly.
+
+Devlin et al. use learned positions, which delay pretraining at this scale. After 2,000 steps, the
+validation loss is 5.71 with them, hardly better than predicting the most frequent tokens, and 3.90
+with the rotary positions that are used here.
 """
 
 import csv
@@ -73,7 +85,7 @@ def get_config(stage="fine_tune"):
         d_ff=512,
         num_heads=4,
         max_length=128,
-        position="learned",
+        position="rotary",
         norm_placement="pre",
         dropout=0.1,
         attention_backend="reference",
@@ -110,7 +122,7 @@ def sweep(stage="fine_tune"):
         ),
         question="Does pretraining help an encoder to classify questions?",
         metric="test/accuracy",
-        seeds=3,
+        seeds=5,
     )
 
 
