@@ -9,7 +9,7 @@ prepare: writes MB of text (lines of WikiText-2 with their words in another orde
     second, bytes per token on disk, and the peak memory of the largest worker.
 read: writes sequences of 2,048 random tokens, and reads them in random order as the batches of a
     host of experiments/scale/decoder_1b.py. Prints the seconds until the first batch, tokens per
-    second as a multiple of what the host needs (planned: 524,288 tokens per 1.80 s on 4 hosts), and
+    second as a multiple of what the host needs (planned: 524,288 tokens per 1.82 s on 4 hosts), and
     the memory: at the beginning, the highest of each tenth of the time. With --pace, batches are
     read at this multiple of the need, which leaves the processor to other work.
 """
@@ -26,7 +26,7 @@ from pathlib import Path
 
 import numpy as np
 
-NEED = 524_288 / 1.80 / 4  # tokens per second of one host
+NEED = 524_288 / 1.82 / 4  # tokens per second of one host
 LENGTH = 2048
 
 

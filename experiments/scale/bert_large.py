@@ -1,12 +1,10 @@
 """How long does BERT large train on a v5e-16, with the recipe of Devlin et al. (2019)?
 
-Attention weights have no dropout, because no fused kernel supports it.
-
     python -m transformer plan --config=experiments/scale/bert_large.py --topology=v5e-16
 
 Data      your own text in your bucket, one JSON document per line; replace BUCKET with its name
 Hardware  a TPU slice. This was planned, not run: compiled by libtpu 0.0.42.1 (jax 0.10.2) on two
-          cores of an AMD EPYC 9005
+          cores of an AMD EPYC 9004
 Compare   no published measurement was found
 
     machine     v5e:4x4: 16 x TPU v5e, 16.0 GiB each
@@ -47,7 +45,7 @@ from transformer import architecture
 
 def get_config():
     config = ml_collections.ConfigDict()
-    config.model = architecture("bert_large", attention_dropout=0.0, dtype="bfloat16", remat="dots")
+    config.model = architecture("bert_large", dtype="bfloat16", remat="dots")
     config.data = dict(
         train="gs://BUCKET/wiki_books/*.jsonl",
         format="jsonl",

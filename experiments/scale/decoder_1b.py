@@ -6,11 +6,11 @@ Data      allenai/c4's files in your bucket; replace BUCKET with its name. Prepa
           `data prepare --config=experiments/scale/decoder_1b.py --output=gs://BUCKET/prepared/c4`,
           and train with the options that it prints
 Hardware  a TPU slice. This was planned, not run: compiled by libtpu 0.0.42.1 (jax 0.10.2) on two
-          cores of an AMD EPYC 9005
+          cores of an AMD EPYC 9004
 Compare   no published measurement was found for this chip and size; MaxText's 16 B model reached
           61.1 % MFU on a v5e-256
 
-With optimizer.name=muon, the minimum time of a step is 1.82 s. Six all-to-alls of 705 MiB in all
+With optimizer.name=muon, the minimum time of a step is 1.84 s. Six all-to-alls of 705 MiB in all
 spread the matrices of the layers over the devices.
 
     machine     v5e:4x4: 16 x TPU v5e, 16.0 GiB each
@@ -26,19 +26,19 @@ spread the matrices of the layers over the devices.
       optimizer              651.3 MiB
       cache and inputs       640.0 KiB      640.0 KiB      320.0 KiB        1.5 GiB
       padding                  1.5 KiB            0 B            0 B          764 B
-      activations              3.5 GiB
-      temporaries              6.9 GiB        1.4 GiB        2.5 GiB        1.8 GiB
-      results, code           32.5 MiB        7.4 MiB        1.5 GiB       35.4 MiB
-      peak of 16.0 GiB  11.4 GiB (71%)  1.7 GiB (11%)  4.4 GiB (27%)  3.7 GiB (23%)
+      activations              3.6 GiB
+      temporaries              6.7 GiB        1.3 GiB        2.5 GiB        1.8 GiB
+      results, code           34.4 MiB        9.5 MiB        1.5 GiB       36.0 MiB
+      peak of 16.0 GiB  11.3 GiB (70%)  1.6 GiB (10%)  4.4 GiB (27%)  3.7 GiB (23%)
 
     minimum time                       train      evaluate       prefill        decode
-      compute at 197.0 TFLOP/s        1.80 s      473.9 ms       58.6 ms         53 us
-      HBM at 819.0 GB/s               1.32 s      178.6 ms       26.6 ms        9.5 ms
+      compute at 197.0 TFLOP/s        1.82 s      478.1 ms       59.1 ms         53 us
+      HBM at 819.0 GB/s               1.21 s      146.8 ms       23.3 ms        9.5 ms
       network                        93.1 ms       28.4 ms       28.4 ms       27.1 ms
-      step                            1.80 s      473.9 ms       58.6 ms       27.1 ms
+      step                            1.82 s      478.1 ms       59.1 ms       27.1 ms
       bound by                       compute       compute       compute       network
-      MFU at most 77.5%; 18.2k tokens/s per chip, 25.1B tokens per day in total
-      run: at least 25:02 h, 401 chip-hours, without evaluation and checkpoints
+      MFU at most 76.9%; 18.1k tokens/s per chip, 25.0B tokens per day in total
+      run: at least 25:12 h, 403 chip-hours, without evaluation and checkpoints
       decoding: 2.4k tokens/s for 64 sequences
 
     sent per device in one training step         count  within the slice

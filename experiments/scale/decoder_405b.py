@@ -6,7 +6,7 @@ Data      allenai/c4's files in your bucket; replace BUCKET with its name. Prepa
           `data prepare --config=experiments/scale/decoder_405b.py --output=gs://BUCKET/prepared/c4`,
           and train with the options that it prints
 Hardware  a TPU slice. This was planned, not run: compiled by libtpu 0.0.42.1 (jax 0.10.2) on two
-          cores of an AMD EPYC 9005
+          cores of an AMD EPYC 9004
 Compare   MaxText measured 38.6 % MFU for this model (v6e, 256), and 66.2 % for 1,160 B on a
           v5p-12288
 
@@ -24,18 +24,18 @@ Compare   MaxText measured 38.6 % MFU for this model (v6e, 256), and 66.2 % for 
       cache and inputs       640.0 KiB     640.0 KiB       2.5 MiB     504.0 MiB
       padding                769.5 KiB     256.0 KiB     256.0 KiB     256.5 KiB
       activations             17.5 GiB
-      temporaries             19.0 GiB       3.0 GiB       2.5 GiB       1.6 GiB
-      results, code           33.9 MiB       8.7 MiB     514.7 MiB     173.1 MiB
-      peak of 95.0 GiB  41.0 GiB (43%)  4.5 GiB (5%)  4.5 GiB (5%)  3.7 GiB (4%)
+      temporaries             18.9 GiB       3.0 GiB       2.5 GiB       1.6 GiB
+      results, code           33.6 MiB       9.9 MiB     514.3 MiB     173.5 MiB
+      peak of 95.0 GiB  40.9 GiB (43%)  4.5 GiB (5%)  4.5 GiB (5%)  3.7 GiB (4%)
 
     minimum time                       train      evaluate       prefill        decode
-      compute at 459.0 TFLOP/s       28.27 s        7.53 s      955.0 ms         18 us
-      HBM at 2.8 TB/s                 4.04 s        1.54 s      275.9 ms       75.5 ms
-      network                        10.37 s        4.71 s      589.8 ms      278.2 ms
-      step                           28.27 s        7.53 s      955.0 ms      278.2 ms
+      compute at 459.0 TFLOP/s       28.28 s        7.53 s      955.6 ms         19 us
+      HBM at 2.8 TB/s                 3.98 s        1.52 s      274.1 ms       75.5 ms
+      network                        10.37 s        4.71 s      591.1 ms      278.2 ms
+      step                           28.28 s        7.53 s      955.6 ms      278.2 ms
       bound by                       compute       compute       compute       network
-      MFU at most 79.7%; 145 tokens/s per chip, 12.8B tokens per day in total
-      run: at least 32.7 days, 804,047 chip-hours, without evaluation and checkpoints
+      MFU at most 79.6%; 145 tokens/s per chip, 12.8B tokens per day in total
+      run: at least 32.7 days, 804,475 chip-hours, without evaluation and checkpoints
       decoding: 460 tokens/s for 128 sequences
 
     sent per device in one training step         count  within the slice

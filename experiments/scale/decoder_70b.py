@@ -6,7 +6,7 @@ Data      allenai/c4's files in your bucket; replace BUCKET with its name. Prepa
           `data prepare --config=experiments/scale/decoder_70b.py --output=gs://BUCKET/prepared/c4`,
           and train with the options that it prints
 Hardware  a TPU slice. This was planned, not run: compiled by libtpu 0.0.42.1 (jax 0.10.2) on two
-          cores of an AMD EPYC 9005
+          cores of an AMD EPYC 9004
 Compare   MaxText measured 65.4 % MFU (692 tokens/s per chip) for Llama 2 70B at a length of 4,096
           (v5p, 512)
 
@@ -24,18 +24,18 @@ Compare   MaxText measured 65.4 % MFU (692 tokens/s per chip) for Llama 2 70B at
       cache and inputs       160.0 KiB     160.0 KiB         5.0 MiB         2.5 GiB
       padding                  1.5 KiB           0 B             0 B           508 B
       activations             11.3 GiB
-      temporaries             23.6 GiB       7.8 GiB        11.3 GiB         5.9 GiB
-      results, code           63.4 MiB      21.0 MiB         2.5 GiB       850.0 MiB
-      peak of 95.0 GiB  38.0 GiB (40%)  8.8 GiB (9%)  14.8 GiB (16%)  10.3 GiB (11%)
+      temporaries             23.4 GiB       7.8 GiB        11.3 GiB         5.9 GiB
+      results, code           60.1 MiB      20.5 MiB         2.5 GiB       848.3 MiB
+      peak of 95.0 GiB  37.8 GiB (40%)  8.8 GiB (9%)  14.8 GiB (16%)  10.3 GiB (11%)
 
     minimum time                       train      evaluate       prefill        decode
-      compute at 459.0 TFLOP/s       10.13 s        2.68 s        1.37 s         47 us
-      HBM at 2.8 TB/s                 1.27 s      357.5 ms      287.7 ms      204.7 ms
+      compute at 459.0 TFLOP/s       10.14 s        2.69 s        1.37 s         47 us
+      HBM at 2.8 TB/s                 1.22 s      341.7 ms      280.2 ms      204.3 ms
       network                         1.05 s      264.2 ms      269.1 ms      261.4 ms
-      step                           10.13 s        2.68 s        1.37 s      261.4 ms
+      step                           10.14 s        2.69 s        1.37 s      261.4 ms
       bound by                       compute       compute       compute       network
-      MFU at most 79.1%; 809 tokens/s per chip, 17.9B tokens per day in total
-      run: at least 11.7 days, 72,046 chip-hours, without evaluation and checkpoints
+      MFU at most 79.1%; 808 tokens/s per chip, 17.9B tokens per day in total
+      run: at least 11.7 days, 72,118 chip-hours, without evaluation and checkpoints
       decoding: 979 tokens/s for 256 sequences
 
     sent per device in one training step         count  within the slice

@@ -8,7 +8,7 @@ Data      allenai/c4's files in your bucket; replace BUCKET with its name. Prepa
           `data prepare --config=experiments/scale/decoder_8b.py --output=gs://BUCKET/prepared/c4`,
           and train with the options that it prints
 Hardware  a TPU slice. This was planned, not run: compiled by libtpu 0.0.42.1 (jax 0.10.2) on two
-          cores of an AMD EPYC 9005
+          cores of an AMD EPYC 9004
 Compare   MaxText measured 45.5 % MFU (7,207 tokens/s per chip) at this size and length (v6e, 256)
 
     machine     v5p:4x4x4: 64 x TPU v5p, 95.0 GiB each
@@ -25,18 +25,18 @@ Compare   MaxText measured 45.5 % MFU (7,207 tokens/s per chip) at this size and
       cache and inputs       320.0 KiB     320.0 KiB       1.2 MiB       1.0 GiB
       padding                  1.5 KiB           0 B           0 B         764 B
       activations              4.6 GiB
-      temporaries             11.9 GiB       3.8 GiB       4.0 GiB       4.8 GiB
-      results, code           65.9 MiB      21.6 MiB       1.0 GiB     318.2 MiB
-      peak of 95.0 GiB  18.0 GiB (19%)  4.3 GiB (5%)  5.5 GiB (6%)  6.6 GiB (7%)
+      temporaries             11.9 GiB       3.8 GiB       4.0 GiB       4.9 GiB
+      results, code           62.1 MiB      20.9 MiB       1.0 GiB     319.6 MiB
+      peak of 95.0 GiB  18.0 GiB (19%)  4.3 GiB (5%)  5.5 GiB (6%)  6.7 GiB (7%)
 
     minimum time                       train      evaluate       prefill        decode
-      compute at 459.0 TFLOP/s        2.34 s      617.2 ms      154.5 ms          9 us
-      HBM at 2.8 TB/s               651.9 ms       90.6 ms       42.4 ms       23.4 ms
+      compute at 459.0 TFLOP/s        2.34 s      618.7 ms      154.9 ms          9 us
+      HBM at 2.8 TB/s               630.0 ms       83.8 ms       40.8 ms       23.5 ms
       network                       119.0 ms       31.2 ms       31.2 ms       31.2 ms
-      step                            2.34 s      617.2 ms      154.5 ms       31.2 ms
+      step                            2.34 s      618.7 ms      154.9 ms       31.2 ms
       bound by                       compute       compute       compute       network
-      MFU at most 78.6%; 7.0k tokens/s per chip, 38.8B tokens per day in total
-      run: at least 2.7 days, 4,156 chip-hours, without evaluation and checkpoints
+      MFU at most 78.4%; 7.0k tokens/s per chip, 38.7B tokens per day in total
+      run: at least 2.7 days, 4,164 chip-hours, without evaluation and checkpoints
       decoding: 2.1k tokens/s for 64 sequences
 
     sent per device in one training step         count  within the slice
@@ -56,17 +56,17 @@ Compare   MaxText measured 45.5 % MFU (7,207 tokens/s per chip) at this size and
       padding                  1.5 KiB
       activations              4.7 GiB
       temporaries             11.7 GiB
-      results, code           39.5 MiB
+      results, code           35.9 MiB
       peak of 32.0 GiB  17.8 GiB (56%)
 
     minimum time                       train
       compute at 918.0 TFLOP/s        1.17 s
-      HBM at 1.6 TB/s                 1.05 s
+      HBM at 1.6 TB/s                 1.01 s
       network                       351.3 ms
       step                            1.17 s
       bound by                       compute
-      MFU at most 78.6%; 14.0k tokens/s per chip, 77.5B tokens per day in total
-      run: at least 32:28 h, 2,078 chip-hours, without evaluation and checkpoints
+      MFU at most 78.4%; 14.0k tokens/s per chip, 77.4B tokens per day in total
+      run: at least 32:31 h, 2,082 chip-hours, without evaluation and checkpoints
 
     sent per device in one training step         count  within the slice
       all-reduce                                   164          31.4 GiB

@@ -6,7 +6,7 @@ Data      allenai/c4's files in your bucket; replace BUCKET with its name. Prepa
           `data prepare --config=experiments/scale/mixture_8x7b.py --output=gs://BUCKET/prepared/c4`,
           and train with the options that it prints
 Hardware  a TPU slice. This was planned, not run: compiled by libtpu 0.0.42.1 (jax 0.10.2) on two
-          cores of an AMD EPYC 9005
+          cores of an AMD EPYC 9004
 Compare   MaxText measured 52.6 % MFU (2,909 tokens/s per chip) for Mixtral 8x7B at this length
           (v5p, 256)
 
@@ -28,19 +28,19 @@ capacity_factor=1.25, the minimum time is 4.63 s and the MFU at most 61.5 %.
       optimizer                3.4 GiB
       cache and inputs       320.0 KiB       320.0 KiB       1.2 MiB     512.0 MiB
       padding                  1.5 KiB             0 B           0 B         508 B
-      activations              5.8 GiB
-      temporaries             39.0 GiB        19.6 GiB       4.0 GiB       1.2 GiB
-      results, code           72.2 MiB        24.1 MiB     526.5 MiB      58.3 MiB
-      peak of 95.0 GiB  50.0 GiB (53%)  21.4 GiB (22%)  6.2 GiB (7%)  3.4 GiB (4%)
+      activations              5.9 GiB
+      temporaries             39.0 GiB        19.7 GiB       4.0 GiB       1.2 GiB
+      results, code           74.7 MiB        24.4 MiB     526.3 MiB      59.1 MiB
+      peak of 95.0 GiB  50.0 GiB (53%)  21.4 GiB (23%)  6.2 GiB (7%)  3.4 GiB (4%)
 
     minimum time                       train      evaluate       prefill        decode
-      compute at 459.0 TFLOP/s        3.83 s      953.2 ms      120.4 ms         54 us
-      HBM at 2.8 TB/s                 2.79 s      648.2 ms       88.4 ms       12.9 ms
+      compute at 459.0 TFLOP/s        3.83 s      954.7 ms      120.6 ms         54 us
+      HBM at 2.8 TB/s                 2.77 s      641.0 ms       87.9 ms       12.8 ms
       network                       840.5 ms      334.3 ms       41.8 ms       37.0 ms
-      step                            3.83 s      953.2 ms      120.4 ms       37.0 ms
+      step                            3.83 s      954.7 ms      120.6 ms       37.0 ms
       bound by                       compute       compute       compute       network
-      MFU at most 74.4%; 4.3k tokens/s per chip, 47.4B tokens per day in total
-      run: at least 4.4 days, 13,601 chip-hours, without evaluation and checkpoints
+      MFU at most 74.3%; 4.3k tokens/s per chip, 47.3B tokens per day in total
+      run: at least 4.4 days, 13,617 chip-hours, without evaluation and checkpoints
       decoding: 3.5k tokens/s for 128 sequences
 
     sent per device in one training step         count  within the slice

@@ -18,7 +18,7 @@ Data      C4, StarCoderData and OpenWebMath as files of JSON lines in your bucke
     python -m transformer data prepare --config=experiments/scale/web.py:math \
         --output=gs://BUCKET/prepared/math
 Hardware  a TPU pod. This was planned, not run: compiled by libtpu 0.0.42.1 (jax 0.10.2) on two
-          cores of an AMD EPYC 9005
+          cores of an AMD EPYC 9004
 
     machine     v5e:16x16: 256 x TPU v5e, 16.0 GiB each
     mesh        fsdp 256
@@ -32,18 +32,18 @@ Hardware  a TPU pod. This was planned, not run: compiled by libtpu 0.0.42.1 (jax
       cache and inputs       160.0 KiB
       padding                  1.5 KiB
       activations              2.2 GiB
-      temporaries             10.9 GiB
-      results, code           37.0 MiB
-      peak of 16.0 GiB  13.5 GiB (84%)
+      temporaries              9.8 GiB
+      results, code           33.8 MiB
+      peak of 16.0 GiB  12.4 GiB (78%)
 
     minimum time                       train
-      compute at 197.0 TFLOP/s        2.52 s
-      HBM at 819.0 GB/s               1.12 s
+      compute at 197.0 TFLOP/s        2.53 s
+      HBM at 819.0 GB/s               1.05 s
       network                       355.5 ms
-      step                            2.52 s
+      step                            2.53 s
       bound by                       compute
-      MFU at most 79.5%; 3.2k tokens/s per chip, 71.8B tokens per day in total
-      run: at least 35:02 h, 8,969 chip-hours, without evaluation and checkpoints
+      MFU at most 79.4%; 3.2k tokens/s per chip, 71.7B tokens per day in total
+      run: at least 35:06 h, 8,988 chip-hours, without evaluation and checkpoints
 
     sent per device in one training step         count  within the slice
       all-reduce                                   164          31.7 GiB
