@@ -9,14 +9,15 @@ left out.
 
 Least time of a step of 16 sequences, and peak memory of 95 GiB per chip:
 
-    rotary, none, learned, sinusoidal    5.09 s, compute    15.6 to 16.0 GiB
-    alibi, t5, kerple, sandwich          5.09 s, compute    12.5 to 15.5 GiB
+    rotary                               5.10 s, compute    15.4 GiB
+    none, learned, sinusoidal            5.09 s, compute    15.6 to 16.0 GiB
+    alibi, t5, kerple, sandwich          5.09 s, compute    12.5 to 15.6 GiB
     shaw                                 4.96 s, compute    15.3 GiB
     deberta                              5.10 s, HBM        13.1 GiB
     transformer_xl                       5.53 s, network    15.5 GiB
     pope                                 7.33 s, compute    15.1 GiB
-    xpos                                 9.70 s, compute    17.2 GiB
-    fire                                  600 s, HBM        11.3 GiB
+    xpos                                 9.71 s, compute    17.2 GiB
+    fire                                  600 s, HBM        11.5 GiB
 
 FIRE is not a function of distance, so no kernel computes it: its network runs on every pair of
 tokens, in blocks. The bounds of `shaw`, `deberta` and `transformer_xl` do not count the products
