@@ -355,6 +355,23 @@ CASES = {
             "sliding_window": 6,
         }),
     ],
+    "gpt_oss": [
+        ("GptOssForCausalLM", LLAMA | {
+            "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "sliding_window": 5,
+            "swiglu_limit": 0.05,
+        }),
+        ("GptOssForCausalLM", LLAMA | {
+            "num_local_experts": 3, "num_experts_per_tok": 3, "head_dim": 12, "swiglu_alpha": 1.0,
+            "swiglu_limit": 0.1, "attention_bias": False, "rope_parameters": ROPE | {
+                "rope_type": "yarn", "factor": 4.0, "truncate": True,
+            },
+            "layer_types": ["full_attention", "sliding_attention"] * 2, "sliding_window": 4,
+        }),
+        ("GptOssForCausalLM", LLAMA | {
+            "num_local_experts": 2, "num_experts_per_tok": 1,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+        }),
+    ],
     "gemma2": [
         ("Gemma2ForCausalLM", LLAMA | {"head_dim": 12, "sliding_window": 5}),
         ("Gemma2ForCausalLM", LLAMA | {

@@ -136,6 +136,8 @@ def activate(c, x):
         return np.maximum(x, 0) ** 2 if c.activation == "relu_squared" else x
     if c.activation == "gelu":
         return x * (1 + erf(x / math.sqrt(2))) / 2
+    if c.activation == "quick_gelu":
+        return x / (1 + np.exp(-1.702 * x))
     if c.activation == "gelu_tanh":
         return x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2
     return x / (1 + np.exp(-x))
@@ -265,15 +267,23 @@ def feed_forward(c, p, x):
     if "router" in p:
         shared = feed_forward(c, p["shared"], x) if "shared" in p else 0.0
         return np.stack([mixture(c, p, token) for token in x]) + shared
+    return linear(p["out"], hidden_units(c, p, x))
+
+
+def hidden_units(c, p, x):
     h = linear(p["in"], x)
-    h = activate(c, linear(p["gate"], x)) * h if c.glu else activate(c, h)
-    return linear(p["out"], h)
+    if not c.glu:
+        return activate(c, h)
+    gate = linear(p["gate"], x)
+    if c.glu_limit:
+        gate, h = np.minimum(gate, c.glu_limit), np.clip(h, -c.glu_limit, c.glu_limit) + 1
+    return activate(c, gate) * h
 
 
 def mixture(c, p, x):
     """Computes one token with its `top_k` best experts, one after another; drops no token."""
     options = dict(c.feed_forward)
-    logits = x @ p["router"]["kernel"]
+    logits = linear(p["router"], x)
     p_e = np.exp(logits) / np.exp(logits).sum()
     if options.get("score") == "sigmoid":
         p_e = 1 / (1 + np.exp(-logits))
@@ -281,10 +291,9 @@ def mixture(c, p, x):
     total = p_e[best].sum() if options.get("normalize", True) else 1.0
     y = 0.0
     for e in best:
-        expert = lambda name: {field: x[e] for field, x in p[name].items()}
-        h = linear(expert("in"), x)
-        h = activate(c, linear(expert("gate"), x)) * h if c.glu else activate(c, h)
-        y = y + p_e[e] / total * linear(expert("out"), h)
+        matrices = [name for name in ("in", "gate", "out") if name in p]
+        expert = {name: {field: x[e] for field, x in p[name].items()} for name in matrices}
+        y = y + p_e[e] / total * linear(expert["out"], hidden_units(c, expert, x))
     return y
 
 

@@ -21,6 +21,7 @@ HF_FAMILIES = {
     "pythia": "gpt_neox", "llama2": "llama", "llama3": "llama", "llama3.1": "llama",
     "mistral": "mistral", "qwen2": "qwen2", "qwen3_30b_a3b": "qwen3_moe", "qwen3": "qwen3",
     "gemma2": "gemma2", "gemma3": "gemma3_text", "olmo2": "olmo2", "mixtral": "mixtral",
+    "gpt_oss": "gpt_oss",
 }  # fmt: skip
 """Architecture -> the family of Transformers that can express it."""
 
@@ -36,6 +37,7 @@ PUBLISHED = {
     "gemma2_27b": 27.2e9, "gemma3_1b": 1.0e9, "gemma3_4b": 3.88e9, "gemma3_12b": 11.77e9,
     "gemma3_27b": 27.0e9, "olmo2_1b": 1.48e9, "olmo2_7b": 7.3e9, "olmo2_13b": 13.7e9,
     "olmo2_32b": 32.2e9, "mixtral_8x7b": 46.7e9, "qwen3_30b_a3b": 30.5e9,
+    "gpt_oss_20b": 20.91e9, "gpt_oss_120b": 116.8e9,
     "modernbert_base": 149e6, "modernbert_large": 395e6,
 }  # fmt: skip
 """Architecture -> its number of parameters as the authors report it."""
@@ -100,6 +102,9 @@ TABLE = {
         "embedding_scale": True,
     },
     "olmo2_1b olmo2_32b": {**LLAMA, "norm_placement": "res_post", "qk_norm_joint": True},
+    "gpt_oss_20b gpt_oss_120b": {
+        **LLAMA, "use_bias": True, "activation": "quick_gelu", "glu_limit": 7.0, "num_kv_heads": 8,
+    },
     "mixtral_8x7b": {**LLAMA, "num_kv_heads": 8, "window": 0},
     "modernbert_base modernbert_large": {
         "family": "encoder", "first_norm": False, "glu": True, "norm_offset": False,

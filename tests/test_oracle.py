@@ -52,6 +52,11 @@ VARIANTS = {
         "feed_forward": {"name": "experts", "num_experts": 4, "top_k": 1, "normalize": False},
         "glu": True, "use_bias": False,
     },
+    "clipped experts": {
+        "feed_forward": {"name": "experts", "num_experts": 4, "top_k": 2, "router_use_bias": True},
+        "glu": True, "glu_limit": 0.4, "activation": "quick_gelu",
+    },
+    "clipped units": {"glu": True, "glu_limit": 0.4, "activation": "silu"},
     "roomy experts": {
         "feed_forward": {"name": "experts", "num_experts": 4, "top_k": 2, "capacity_factor": 4.0},
     },

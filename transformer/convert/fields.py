@@ -256,7 +256,7 @@ def is_token(value: Any, several: bool) -> bool:
 ACTIVATIONS = {
     "relu": "relu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_fast": "gelu_tanh", "relu2": "relu_squared", "linear": "linear", "silu": "silu",
-    "swish": "silu",
+    "swish": "silu", "quick_gelu": "quick_gelu",
 }  # fmt: skip
 """Activation in Transformers -> ours."""
 

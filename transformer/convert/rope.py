@@ -37,12 +37,13 @@ _SCALINGS: dict[str, dict[str, Field]] = {
 """rope_type, our scaling's name ("none" for "default") -> its fields, paired with our options."""
 
 
-def rotary(f: Fields, theta: str = "rope_theta", fraction: str = "") -> dict:
+def rotary(f: Fields, theta="rope_theta", fraction="", default: Mapping | None = None) -> dict:
     """Returns our `position` and `max_length` for the rotary fields of a config.json. `theta` and
     `fraction` name the fields outside of `rope_parameters` that set the base and the rotated share
     of each head. Without `fraction`, Transformers rotates whole heads and ignores
     `partial_rotary_factor`, so any factor other than 1 raises UserError. Where the field
-    `original_max_position_embeddings` exists outside of `rope_parameters`, it takes precedence."""
+    `original_max_position_embeddings` exists outside of `rope_parameters`, it takes precedence.
+    `default` is `rope_parameters` if config.json has none."""
     # Where both are set, the legacy field takes precedence.
     current, legacy = f.get("rope_parameters"), f.get("rope_scaling")
     if not fraction and f.has("partial_rotary_factor"):
@@ -50,7 +51,7 @@ def rotary(f: Fields, theta: str = "rope_theta", fraction: str = "") -> dict:
     f.ignore("partial_rotary_factor")
     rotated = f.get(fraction) if fraction else 1.0
     length = f.get("max_position_embeddings")
-    values, original = dict(legacy or current or {}), "original_max_position_embeddings"
+    values, original = dict(legacy or current or default or {}), "original_max_position_embeddings"
     has_original = values.get("rope_type", values.get("type")) in ("yarn", "longrope", "llama3")
     if original in f.table and (value := f.get(original)) and has_original:
         values[original] = value

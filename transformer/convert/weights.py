@@ -116,6 +116,21 @@ def fused(theirs: str, ours: str, bias: bool, parts=QKV, transposed=True) -> Ite
         yield vector(f"{theirs}.bias", *(f"{ours}/{x}/bias" for x in parts))
 
 
+def interleaved(theirs: str, *ours: str) -> Weight:
+    """Parameters of the same shape, whose entries alternate along the last axis."""
+
+    def shape(shapes):
+        return (*shapes[0][:-1], len(ours) * shapes[0][-1])
+
+    def read(x, shapes):
+        return [x[..., i :: len(ours)] for i in range(len(ours))]
+
+    def write(xs):
+        return np.stack(xs, axis=-1).reshape(shape([x.shape for x in xs]))
+
+    return Weight(theirs, ours, shape, read, write)
+
+
 def fused_by_head(theirs: str, ours: str, bias: bool) -> Iterator[Weight]:
     """Yields query, key and value layers as one, with rows [heads, 3, d_head] (NeoX, BLOOM)."""
 

@@ -257,7 +257,22 @@ _EXPERTS = _sizes("mixtral", _LLAMA_SHARED | {
     "feed_forward": {"name": "experts", "num_experts": 128, "top_k": 8},
 }, _GROUPED, {"30b_a3b": (48, 2048, 32, 768, 4)})  # fmt: skip
 
+# OpenAI 2025: attention within a window in every other layer, sinks, and clipped units.
+_GPT_OSS_EXPERTS = {"name": "experts", "top_k": 4, "router_use_bias": True}
+_GPT_OSS = _sizes("gpt_oss", _LLAMA_SHARED | {
+    "vocab_size": 201_088, "max_length": 131_072, "d_head": 64, "use_bias": True,
+    "activation": "quick_gelu", "glu_limit": 7.0, "attention_sink": True,
+    "layer_pattern": ({"window": 128}, {"window": 0}),
+    "position": {"name": "rotary", "theta": 150_000.0, "scaling": {
+        "name": "yarn", "factor": 32.0, "original_length": 4096, "truncate": False,
+    }},
+}, (*_GROUPED, "feed_forward"), {
+    "20b": (24, 2880, 64, 2880, 8, _GPT_OSS_EXPERTS | {"num_experts": 32}),
+    "120b": (36, 2880, 64, 2880, 8, _GPT_OSS_EXPERTS | {"num_experts": 128}),
+})  # fmt: skip
+
 ARCHITECTURES: dict[str, dict] = (
     _TRANSFORMER | _TEXTBOOKS | _BERT | _MODERNBERT | _GPT2 | _GPT3 | _BLOOM | _T5 | _BART
     | _OPT | _NEOX | _LLAMA | _MISTRAL | _QWEN | _GEMMA2 | _GEMMA3 | _OLMO2 | _EXPERTS
+    | _GPT_OSS
 )  # fmt: skip

@@ -61,8 +61,10 @@ class ModelConfig:
 
     # dense | none, or dict(name="experts", num_experts=..., top_k=..., capacity_factor=...)
     feed_forward: Choice = "dense"
-    activation: str = "relu"  # relu | gelu | gelu_tanh | silu | relu_squared | linear
+    activation: str = "relu"  # relu | gelu | gelu_tanh | quick_gelu | silu | relu_squared | linear
     glu: bool = False  # a gated feed-forward: act(x W_gate) * (x W_in) before the output matrix
+    # c in act(min(g, c)) * (clip(h, -c, c) + 1); g = x W_gate and h = x W_in (GPT-OSS). 0: off
+    glu_limit: float = 0.0
     use_bias: bool = True  # biases in all projections, unless the next two fields override it
     attention_bias: bool | None = None  # biases in attention's four projections; None: use_bias
     qkv_bias: bool | None = None  # biases of queries, keys, values (Qwen 2); None: attention_bias

@@ -24,7 +24,7 @@ MAX_UNROLLED_LAYERS = 1000
 _NOT_NEGATIVE = (
     "d_ff", "d_head", "d_value", "d_embedding", "token_types", "num_labels", "num_kv_heads",
     "embedding_init_std", "random_positions", "window", "attention_soft_cap", "logit_soft_cap",
-    "pipeline_microbatches",
+    "glu_limit", "pipeline_microbatches",
 )  # fmt: skip
 
 
@@ -43,7 +43,7 @@ def _check_values(config) -> None:
     at_least("model", config, 0, *_NOT_NEGATIVE)
     at_least("model", config, 1, "pipeline_rounds")
     why = "above it, nothing is capped"
-    at_most("model", config, 10**9, attention_soft_cap=why, logit_soft_cap=why)
+    at_most("model", config, 10**9, attention_soft_cap=why, logit_soft_cap=why, glu_limit=why)
     positive("model", config, "norm_epsilon", "init_std", "logit_scale")
     if config.attention_scale is not None:
         positive("model", config, "attention_scale")

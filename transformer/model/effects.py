@@ -83,6 +83,7 @@ EFFECTS = (
            lambda c: has_norm(c, "in_norm")),
     Effect(("d_ff", "glu", "activation_dropout"),
            "a feed-forward: model.feed_forward='dense'", has_feed_forward),
+    Effect(("glu_limit",), "model.glu=True", lambda c: c.glu),
     Effect(("activation",), "a feed-forward, or model.head_transform=True",
            lambda c: has_feed_forward(c) or c.head_transform),
     Effect(("use_bias",),

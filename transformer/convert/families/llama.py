@@ -11,7 +11,7 @@ from typing import Any
 from transformer.convert.family import Family
 from transformer.convert.fields import Field, Fields, changed, count, field, optional, positive
 from transformer.convert.rope import ROPE, options, rotary, rotary_by_type, write_rope, write_rotary
-from transformer.convert.weights import QKV, Weight, fused, linear, norm
+from transformer.convert.weights import QKV, Weight, fused, linear, norm, same
 from transformer.model.config import ModelConfig
 
 FIELDS = ROPE | {
@@ -99,6 +99,8 @@ def _weights(norms: Mapping[str, str], projections: Parts, feed_forward: Weights
         if c.qk_norm:
             yield from norm(f"{attn}.q_norm", f"{attention}/query_norm", offset=False)
             yield from norm(f"{attn}.k_norm", f"{attention}/key_norm", offset=False)
+        if c.attention_sink:
+            yield same(f"{attn}.sinks", f"{attention}/sink")
         yield from feed_forward(theirs, f"{ours}/feed_forward", c)
         for name, part in norms.items():
             yield from norm(f"{theirs}.{name}", f"{ours}/{part}", offset=False)

@@ -1,11 +1,13 @@
-"""Mixtral (Jiang et al. 2024) and Qwen 3 MoE: Mistral and Qwen 3 with mixtures of experts."""
+"""Mixtral (Jiang et al. 2024) and Qwen 3 MoE: Mistral and Qwen 3 with mixtures of experts. GPT-OSS
+(OpenAI 2025, arXiv:2508.10925): a mixture with biases and clipped units, and attention sinks."""
 
 import functools
 
+from transformer.convert.families import llama
 from transformer.convert.families.llama import ATTENTION_BIAS, GATED, Parts, used_window, variant
 from transformer.convert.fields import Field, Fields, optional, positive
 from transformer.convert.rope import rotary, write_rotary
-from transformer.convert.weights import expert, linear, matrix
+from transformer.convert.weights import expert, interleaved, linear, matrix, same
 from transformer.errors import UserError
 from transformer.model.config import ModelConfig
 from transformer.model.feed_forwards.experts import Mixture
@@ -55,6 +57,36 @@ def _write_qwen3(c: ModelConfig) -> dict:
     }  # fmt: skip
 
 
+def _gpt_oss_weights(theirs: str, ours: str, c: ModelConfig):
+    yield from linear(f"{theirs}.mlp.router", f"{ours}/router", bias=True)
+    for suffix, kind in (("", "kernel"), ("_bias", "bias")):
+        experts, gate = f"{theirs}.mlp.experts", f"{ours}/gate/{kind}"
+        yield interleaved(f"{experts}.gate_up_proj{suffix}", gate, f"{ours}/in/{kind}")
+        yield same(f"{experts}.down_proj{suffix}", f"{ours}/out/{kind}")
+
+
+def _read_gpt_oss(f: Fields) -> dict:
+    local = [i % 2 == 0 for i in range(f.get("num_hidden_layers"))]
+    experts = _experts(f, "num_local_experts")["feed_forward"] | {"router_use_bias": True}
+    return rotary(f, default=_YARN) | llama.per_layer(window=llama.windows(f, local)) | {
+        "feed_forward": experts, "use_bias": True, "attention_bias": f.get("attention_bias"),
+        "attention_sink": True, "activation": f.one_of("swiglu_alpha", _SWIGLU),
+    }  # fmt: skip
+
+
+def _write_gpt_oss(c: ModelConfig) -> dict:
+    alpha = {name: alpha for alpha, name in _SWIGLU.items()}.get(c.activation, 1.702)
+    own = {"hidden_act": "silu", "swiglu_alpha": alpha}
+    return write_rotary(c) | llama.write_windows(c) | _write_experts(c, "num_local_experts") | own
+
+
+_SWIGLU = {1.702: "quick_gelu", 1.0: "silu"}
+"""swiglu_alpha, a in x sigmoid(a x) -> our activation. Transformers does not use hidden_act."""
+
+_YARN = {
+    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    "original_max_position_embeddings": 4096,
+}  # fmt: skip
 _W123 = {"w1": ("gate",), "w3": ("in",), "w2": ("out",)}
 
 FAMILIES = [
@@ -76,4 +108,14 @@ FAMILIES = [
         "num_experts_per_tok": 8, "norm_topk_prob": False,
     }, _read_qwen3, _write_qwen3, feed_forward=functools.partial(_weights, "mlp", GATED),
        aliases={"num_local_experts": "num_experts"}),
+    variant("gpt_oss", "GptOssForCausalLM", {
+        **_ROUTER, **llama.LAYER_TYPES, "attention_bias": True, "vocab_size": 201_088,
+        "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 36,
+        "num_attention_heads": 64, "num_key_value_heads": optional(int, 8),
+        "head_dim": optional(int, 64), "max_position_embeddings": 131_072,
+        "sliding_window": optional(int, 128), "rms_norm_eps": positive(1e-5),
+        "rope_theta": positive(150_000.0), "num_local_experts": 128, "num_experts_per_tok": 4,
+        "swiglu_alpha": positive(1.702), "swiglu_limit": positive(7.0, "glu_limit"),
+    }, _read_gpt_oss, _write_gpt_oss, feed_forward=_gpt_oss_weights,
+       aliases={"num_experts": "num_local_experts"}),
 ]  # fmt: skip

@@ -5,7 +5,7 @@ import functools
 import jax
 from flax import linen as nn
 
-from transformer.model.activations import ACTIVATIONS
+from transformer.model.activations import ACTIVATIONS, gated
 from transformer.model.config import ModelConfig
 from transformer.model.dropout import Dropout
 from transformer.model.feed_forwards.base import FEED_FORWARDS, FeedForward
@@ -35,7 +35,8 @@ class MLP(nn.Module):
         cfg, names, act = self.config, ("embed", "ff"), ACTIVATIONS[self.config.activation]
         up = functools.partial(Linear, cfg, (cfg.ff_size,), names, cfg.use_bias, self.gain)
         h_BxTxF = up(name="in")(x_BxTxD)
-        h_BxTxF = act(up(name="gate")(x_BxTxD)) * h_BxTxF if cfg.glu else act(h_BxTxF)
+        gate = lambda: up(name="gate")(x_BxTxD)
+        h_BxTxF = gated(act, cfg.glu_limit, gate(), h_BxTxF) if cfg.glu else act(h_BxTxF)
         h_BxTxF = constrain(h_BxTxF, ("batch", "length", "activation_ff"))
         h_BxTxF = Dropout(cfg.activation_dropout)(h_BxTxF, deterministic)
         gain = self.gain * self.out_gain

@@ -34,7 +34,7 @@ from jax.sharding import PartitionSpec as P
 
 from transformer.checks import at_least, at_most, one_of
 from transformer.errors import UserError
-from transformer.model.activations import ACTIVATIONS
+from transformer.model.activations import ACTIVATIONS, gated
 from transformer.model.config import ModelConfig
 from transformer.model.dropout import drop
 from transformer.model.feed_forwards.base import FEED_FORWARDS, FeedForward
@@ -67,6 +67,7 @@ class Mixture(FeedForward):
     normalize: bool = True  # normalize a token's K weights to sum to 1 (Mixtral; False: Switch)
     load_balance: float = 0.01  # weight of the load-balancing loss (Fedus et al. 2022)
     router_z_loss: float = 0.001  # weight of the loss on large router logits (Zoph et al. 2022)
+    router_use_bias: bool = False  # the router has a bias (GPT-OSS)
     # Step of biases that balance loads without a loss (DeepSeek-V3: 0.001). 0: no biases.
     bias_rate: float = 0.0
 
@@ -115,7 +116,8 @@ class Experts(nn.Module):
         cfg, kind = self.config, self.config.feed_forward_kind
         real_BxT = jnp.broadcast_to(tokens.segments_BxT > 0, x_BxTxD.shape[:2])
         exact, names = cfg.part(dtype="float32"), (None, None)
-        logits_BxTxE = Linear(exact, (kind.num_experts,), names, False, name="router")(x_BxTxD)
+        router = Linear(exact, (kind.num_experts,), names, kind.router_use_bias, name="router")
+        logits_BxTxE = router(x_BxTxD)
         p_BxTxE = {"softmax": jax.nn.softmax, "sigmoid": jax.nn.sigmoid}[kind.score](logits_BxTxE)
         bias_E = jnp.zeros(kind.num_experts)
         if kind.bias_rate:
@@ -134,7 +136,8 @@ class Experts(nn.Module):
         def apply(x, matrices: dict[str, Matrix], product: Product, key):
             """Returns FF_e(x) for each row of x, whose expert `product` determines."""
             act, h = ACTIVATIONS[cfg.activation], product(x, matrices["in"])
-            h = act(product(x, matrices["gate"])) * h if cfg.glu else act(h)
+            gate = lambda: product(x, matrices["gate"])
+            h = gated(act, cfg.glu_limit, gate(), h) if cfg.glu else act(h)
             return product(drop(key, rate, h) if rate else h, matrices["out"])
 
         dispatch = with_capacity(kind.capacity_factor) if kind.capacity_factor else dropless
