@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import sys
-import types
 from pathlib import Path
 
 import pytest
@@ -267,13 +266,15 @@ def test_events_of_one_are_singular():
     ("variable", "accelerator", "calls"),
     [("", "", 3), ("system", "", 0), ("", "a TPU", 0)],
 )
-def test_python_api_keeps_freed_memory_unless_prevented(monkeypatch, variable, accelerator, calls):
-    import transformer
-
-    made = []
-    library = types.SimpleNamespace(mallopt=lambda *option: made.append(option) or 1)
-    monkeypatch.setattr("ctypes.CDLL", lambda name: library)
-    monkeypatch.setattr("transformer.parallel.host.accelerator", lambda: accelerator)
-    monkeypatch.setenv("TRANSFORMER_ALLOCATOR", variable)
-    transformer.__getattr__("build_model")
-    assert len(made) == calls
+def test_import_keeps_freed_memory_unless_prevented(variable, accelerator, calls):
+    program = f"""
+import ctypes, glob, types
+made = []
+ctypes.CDLL = lambda name: types.SimpleNamespace(mallopt=lambda *option: made.append(option) or 1)
+glob.glob = lambda pattern: ["/dev/accel0"] * ({accelerator!r} == "a TPU" and "accel" in pattern)
+import transformer
+print(len(made))
+"""
+    environment = os.environ | {"TRANSFORMER_ALLOCATOR": variable}
+    printed = subprocess.check_output([sys.executable, "-c", program], env=environment, text=True)
+    assert int(printed) == calls

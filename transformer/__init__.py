@@ -10,10 +10,15 @@ run = transformer.train("experiments/quickstart.py", "runs/quickstart")
 print(transformer.evaluate(run))
 print(transformer.generate(run, ["Where is the library?"]))"""
 
+from etils import epy
+
+from transformer.parallel.host import keep_freed_memory
 from transformer.version import __version__
 
-TYPE_CHECKING = False  # as in `typing`, which takes longer to import than the rest of this module
-if TYPE_CHECKING:
+keep_freed_memory()
+# Each name is imported when it is first used: importing JAX and Flax takes a second, and `python -m
+# transformer --help` needs neither.
+with epy.lazy_api_imports(globals()):
     from transformer.api import LoadedRun, embed, evaluate, generate, load_run, score, train
     from transformer.config import Experiment, ModelConfig
     from transformer.config_io import load_experiment
@@ -36,29 +41,6 @@ if TYPE_CHECKING:
     from transformer.training.state import TrainState, abstract_state, init_state
     from transformer.training.step import make_train_step
 
-_MODULES = {
-    "transformer.api": ("LoadedRun", "embed", "evaluate", "generate", "load_run", "score", "train"),
-    "transformer.config": ("Experiment", "ModelConfig"),
-    "transformer.config_io": ("load_experiment",), "transformer.convert": ("load_hf", "save_hf"),
-    "transformer.data.objectives": ("OBJECTIVES",), "transformer.decoding.beam": ("beam_search",),
-    "transformer.decoding.sampling": ("sample",), "transformer.errors": ("UserError",),
-    "transformer.evaluation.evaluators": ("EVALUATORS",), "transformer.lab.ladder": ("ladder",),
-    "transformer.model.architectures": ("architecture",),
-    "transformer.model.feed_forwards.base": ("FEED_FORWARDS",),
-    "transformer.model.mixers.base": ("MIXERS",), "transformer.model.network": ("build_model",),
-    "transformer.model.placements.base": ("PLACEMENTS", "Placement"),
-    "transformer.model.positions": ("SCHEMES", "Position"),
-    "transformer.sweeps": ("Sweep", "arms", "chain", "product", "scan", "tuned", "vary", "zipped"),
-    "transformer.training.optimizer": ("build_optimizer",),
-    "transformer.training.optimizers": ("OPTIMIZERS",),
-    "transformer.training.state": ("TrainState", "abstract_state", "init_state"),
-    "transformer.training.step": ("make_train_step",),
-}  # fmt: skip
-"""Module -> the public names that it defines. A module is imported when one of its names is first
-used: importing JAX and Flax takes a second, and `python -m transformer --help` needs neither."""
-
-_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
-
 __all__ = [
     "EVALUATORS", "FEED_FORWARDS", "MIXERS", "OBJECTIVES", "OPTIMIZERS", "PLACEMENTS",
     "SCHEMES", "Experiment", "LoadedRun", "ModelConfig", "Placement", "Position", "Sweep",
@@ -67,19 +49,3 @@ __all__ = [
     "init_state", "ladder", "load_experiment", "load_hf", "load_run", "make_train_step",
     "product", "sample", "save_hf", "scan", "score", "train", "tuned", "vary", "zipped",
 ]  # fmt: skip
-
-
-def __getattr__(name: str):
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    import importlib
-
-    from transformer.parallel.host import keep_freed_memory
-
-    keep_freed_memory()
-    value = globals()[name] = getattr(importlib.import_module(_MODULE_OF[name]), name)
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})

@@ -8,6 +8,7 @@ See transformer/parallel/host.py.
 """
 
 import json
+import os
 import resource
 import statistics
 import subprocess
@@ -21,10 +22,8 @@ STEPS = 10
 
 def side(keep: bool) -> None:
     """Takes `STEPS` steps for each line of standard input, and prints time and page faults."""
-    if keep:
-        from transformer.parallel.host import keep_freed_memory
-
-        keep_freed_memory()
+    if not keep:
+        os.environ["TRANSFORMER_ALLOCATOR"] = "system"
     import jax
 
     from transformer.config_io import load_experiment

@@ -13,9 +13,6 @@ from pathlib import Path
 
 def measure(file: str) -> None:
     """Prints the rates of the pipeline and the model for one experiment file."""
-    from transformer.parallel.host import keep_freed_memory
-
-    keep_freed_memory()
     import jax
 
     from transformer.config_io import load_experiment

@@ -144,9 +144,6 @@ def plain_side(case: str, dropout: float) -> None:
 
 def jax_side(case: str, dropout: float) -> None:
     """Serves training steps of this package."""
-    from transformer.parallel.host import keep_freed_memory
-
-    keep_freed_memory()
     import jax
     import jax.numpy as jnp
 

@@ -13,14 +13,13 @@ from jax.sharding import AxisType, Mesh
 
 from transformer.errors import UserError
 from transformer.parallel.config import MeshConfig
-from transformer.parallel.host import accelerator, keep_freed_memory, memory
+from transformer.parallel.host import accelerator, memory
 from transformer.parallel.processes import start_processes
 from transformer.parallel.sharding import RULES, format_bytes, local_bytes
 
 
 def start(platform: str, config: MeshConfig) -> Mesh:
-    """Prepares host, processes and platform before the first computation, and returns the mesh."""
-    keep_freed_memory()
+    """Prepares processes and platform before the first computation, and returns the mesh."""
     disable_tpu_search()
     start_processes()
     check_platform(platform)
