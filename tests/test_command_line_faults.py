@@ -181,7 +181,7 @@ def test_input_may_be_a_pipe(tmp_path):
     os.close(writer)
     out, _ = reader.communicate(timeout=60)
     assert out == "['one', 'two']\n"
-    with pytest.raises(UserError, match="--input: no file"):
+    with pytest.raises(UserError, match="^no file"):
         common.read_lines(str(tmp_path))
 
 

@@ -100,8 +100,9 @@ def test_invalid_values_and_arguments_raise(build, message):
 def test_invalid_input_and_output_files_are_rejected(run, tmp_path, capsys):
     assert cli.main(["generate", f"--workdir={run}", f"--output={tmp_path}/none/x"]) == 2
     assert f"--output: no folder {tmp_path}/none" in capsys.readouterr().err
-    assert cli.main(["generate", f"--workdir={run}", "--input=x", "--interactive"]) == 2
-    assert "--interactive and --input: one reads the terminal" in capsys.readouterr().err
+    both = ["--interactive", f"--output={tmp_path}/x"]
+    assert cli.main(["generate", f"--workdir={run}", *both]) == 2
+    assert "--interactive: reads and writes the terminal; leave out" in capsys.readouterr().err
     (tmp_path / "latin").write_bytes("a\nñ\n".encode("latin-1"))
     assert cli.main(["generate", f"--workdir={run}", f"--input={tmp_path / 'latin'}"]) == 2
     assert "latin is not UTF-8 (line 2)" in capsys.readouterr().err

@@ -2,12 +2,10 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 
 from transformer import buckets
 from transformer.config import Experiment, MeshConfig
@@ -56,12 +54,24 @@ def load_run(workdir: str | os.PathLike, overrides: Mapping[str, Any] = NOTHING)
     """Loads the last checkpoint of a run, from its run directory.
 
     `overrides` changes fields of `decoding`, `mesh`, `platform` and `seed`, such as
-    `{"decoding.beam_size": 4, "mesh.data": 8}`. By default, the mesh is one device. Raises
-    UserError (a ValueError) if there is no run, or it has no undamaged checkpoint."""
+    `{"decoding.beam_size": 4, "mesh.data": 8}`. By default, the mesh is one device or, with several
+    processes, the run's. Raises UserError (a ValueError) if there is no run, it has no undamaged
+    checkpoint, or another field is changed."""
     workdir = buckets.open_folder(workdir)
-    config, mesh = open_run(workdir, overrides)
-    with use(mesh):
-        return load_trained(workdir, config, mesh)
+    settable = {"decoding", "mesh", "platform", "seed"}
+    if is_converted(workdir):
+        settable.add("data")
+    for key in overrides:
+        if key.split(".")[0] not in settable and key != "data.eval_overlap":
+            way_out = "set only decoding, mesh, platform, seed and data.eval_overlap"
+            raise UserError(f"{key}: a trained run keeps its config; {way_out}")
+    config = apply_overrides(load_config(workdir), overrides)
+    cache_compiled_programs()
+    is_set = start_processes() or any(key.startswith("mesh") for key in overrides)
+    mesh_config = config.mesh if is_set else MeshConfig(data=1)
+    platform = config.platform if "platform" in overrides else "auto"
+    with use(start(platform, mesh_config)) as mesh:
+        return load_trained(workdir, config.on(mesh_config), mesh)
 
 
 def evaluate(run: AnyRun, part: str = "test") -> dict[str, Any]:
@@ -129,29 +139,6 @@ def embed(run: AnyRun, texts: Sequence[str], pooling: str = "mean") -> np.ndarra
     tokenizer, size = check_tokenizer(run.tokenizer), run.config.decoding.batch_size
     with use(run.mesh):
         return embed_texts(run.config, run.params, tokenizer, run.mesh, texts, pooling, size)
-
-
-def open_run(
-    workdir: str | os.PathLike, overrides: Mapping[str, Any], alone: str = ""
-) -> tuple[Experiment, Mesh]:
-    """Returns the config of a run, with overrides, and the mesh on which to use it. The mesh has
-    one device, or as an override sets; with several processes, it is the run's. Raises UserError
-    for a field that is fixed and, with `alone` as its text, for several processes."""
-    settable = {"decoding", "mesh", "platform", "seed"}
-    if is_converted(Path(workdir)):
-        settable.add("data")
-    for key in overrides:
-        if key.split(".")[0] not in settable and key != "data.eval_overlap":
-            way_out = "set only decoding, mesh, platform, seed and data.eval_overlap"
-            raise UserError(f"{key}: a trained run keeps its config; {way_out}")
-    config = apply_overrides(load_config(Path(workdir)), overrides)
-    cache_compiled_programs()
-    if (several := start_processes()) and alone:
-        raise UserError(alone)
-    is_set = several or any(key.startswith("mesh") for key in overrides)
-    mesh_config = config.mesh if is_set else MeshConfig(data=1)
-    platform = config.platform if "platform" in overrides else "auto"
-    return config.on(mesh_config), start(platform, mesh_config)
 
 
 def cache_compiled_programs() -> None:

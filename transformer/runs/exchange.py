@@ -8,7 +8,6 @@ from pathlib import Path
 
 import jax
 import optax
-from jax.sharding import Mesh
 
 from transformer import buckets
 from transformer.config import DataConfig, Experiment, TokenizerConfig, TrainConfig
@@ -27,7 +26,7 @@ from transformer.parallel.mesh import check_memory, start, use
 from transformer.parallel.sharding import place
 from transformer.runs import rundir
 from transformer.runs.checkpoint import Checkpoints
-from transformer.runs.evaluate import load_trained
+from transformer.runs.evaluate import LoadedRun
 from transformer.training.state import abstract_state
 
 
@@ -65,11 +64,10 @@ def from_hf(directory: Path, workdir: Path, overrides: Mapping[str, str]) -> Exp
     return config
 
 
-def to_hf(workdir: Path, target: Path, config: Experiment, mesh: Mesh, family: str | None) -> None:
+def to_hf(trained: LoadedRun, target: Path, family: str | None) -> None:
     """Writes a run's model, with its evaluation parameters, as a Hugging Face directory."""
-    files, model = {}, config.model
-    with use(mesh):
-        trained = load_trained(workdir, config, mesh)
+    files, model = {}, trained.config.model
+    with use(trained.mesh):
         if trained.tokenizer is not None:
             files, model = trained.tokenizer.files, _with_special_tokens(model, trained.tokenizer)
         save_hf(target, model, trained.params, family, files=files)

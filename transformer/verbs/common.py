@@ -18,14 +18,24 @@ def folder(text: str) -> Path:
         raise argparse.ArgumentTypeError(str(e)) from None
 
 
-def open_run(args, overrides):
-    """Returns the config of a run, with overrides, and the mesh on which to use it."""
-    from transformer import api
+def text_file(name: str) -> str | list[str]:
+    """Parses an argument that names a text file. Returns its lines, or "-" (standard input)."""
+    try:
+        return name if name == "-" else read_lines(name)
+    except UserError as e:
+        raise argparse.ArgumentTypeError(str(e)) from None
+
+
+def load(args, overrides):
+    """Returns the run of `args.workdir`, with overrides."""
+    from transformer.api import load_run
+    from transformer.parallel import processes
 
     is_alone = args.verb in ("convert", "inspect") or getattr(args, "input", "") == "-"
-    way_out = "start one process, or read a file (--input=FILE)"
-    problem = f"{args.verb}: cannot run on several processes; {way_out}"
-    return api.open_run(args.workdir, overrides, problem if is_alone else "")
+    if is_alone and processes.start_processes():
+        way_out = "start one process, or read a file (--input=FILE)"
+        raise UserError(f"{args.verb}: cannot run on several processes; {way_out}")
+    return load_run(args.workdir, overrides)
 
 
 def read_lines(name: str) -> list[str]:
@@ -33,17 +43,17 @@ def read_lines(name: str) -> list[str]:
     if name == "-":
         source, data = "standard input", sys.stdin.buffer.read()
     elif Path(name).is_dir() or not Path(name).exists():
-        raise UserError(f"--input: no file {name!r}")
+        raise UserError(f"no file {name!r}")
     else:
         source, data = name, Path(name).read_bytes()
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as e:
         where = f"line {data[: e.start].count(10) + 1}"
-        raise UserError(f"--input: {source} is not UTF-8 ({where}); convert it") from None
+        raise UserError(f"{source} is not UTF-8 ({where}); convert it") from None
     if "\0" in text:
         line = data[: data.index(0)].count(10) + 1
-        raise UserError(f"--input: {source} holds a NUL byte (line {line}); convert it to UTF-8")
+        raise UserError(f"{source} holds a NUL byte (line {line}); convert it to UTF-8")
     lines = text.removesuffix("\n").split("\n") if text else []
     return [line.removesuffix("\r") for line in lines]
 

@@ -13,7 +13,7 @@ import sys
 from transformer import buckets
 from transformer.errors import UserError
 from transformer.files import read_json
-from transformer.verbs.common import folder, open_run
+from transformer.verbs.common import folder, load
 
 
 def arguments(parser) -> None:
@@ -30,13 +30,12 @@ def arguments(parser) -> None:
 
 def run(args, overrides) -> int:
     if args.source is None:
-        config, mesh = open_run(args, overrides)
         from transformer.runs.exchange import to_hf
 
-        to_hf(args.workdir, args.to, config, mesh, args.family)
+        to_hf(load(args, overrides), args.to, args.family)
         (name,) = read_json(args.to / "config.json")["architectures"]
-        load = f"transformers.{name}.from_pretrained({str(args.to)!r})"
-        print(f"{args.to}: written; load it with {load}", file=sys.stderr)
+        code = f"transformers.{name}.from_pretrained({str(args.to)!r})"
+        print(f"{args.to}: written; load it with {code}", file=sys.stderr)
         return 0
     if args.family:
         raise UserError("--family: applies to --to only; leave it out (--from reads config.json)")

@@ -11,14 +11,14 @@ from pathlib import Path
 from transformer.errors import UserError
 from transformer.files import write_atomic
 from transformer.output import count, counting, event
-from transformer.verbs.common import ask, folder, open_run, read_lines
+from transformer.verbs.common import ask, folder, load, read_lines, text_file
 
 
 def arguments(parser) -> None:
     add = parser.add_argument
     parser.set_defaults(only_prints=True)
     add("--workdir", required=True, type=folder, metavar="DIR", help="the run")
-    add("--input", default="-", metavar="FILE", help="a text file; default: - (standard input)")
+    add("--input", default="-", type=text_file, metavar="FILE", help="default: standard input")
     add("--output", default="-", metavar="FILE", help="default: standard output")
     add("--interactive", action="store_true", help="prompt for text at the terminal")
 
@@ -27,22 +27,20 @@ def run(args, overrides) -> int:
     from transformer.decoding.generate import Generator
     from transformer.parallel.mesh import use
     from transformer.parallel.processes import is_first
-    from transformer.runs.evaluate import load_trained
 
-    config, mesh = open_run(args, overrides)
-    if args.interactive and args.input != "-":
-        problem = "one reads the terminal, the other a file"
-        raise UserError(f"--interactive and --input: {problem}; leave one out")
+    if args.interactive and (args.input != "-" or args.output != "-"):
+        problem = "reads and writes the terminal"
+        raise UserError(f"--interactive: {problem}; leave out --input and --output")
     if args.output != "-" and not Path(args.output).resolve().parent.is_dir():
         raise UserError(f"--output: no folder {Path(args.output).parent}")
     if args.output != "-" and Path(args.output).is_dir():
         raise UserError(f"--output: {args.output} is a folder; name a file")
-    lines = None if args.interactive else read_lines(args.input)
-    with use(mesh):
-        trained = load_trained(args.workdir, config, mesh)
+    trained = load(args, overrides)
+    with use(trained.mesh):
         if args.interactive:
             return _converse(trained)
-        generate = Generator(config, trained.params, trained.tokenizer)
+        lines = read_lines("-") if args.input == "-" else args.input
+        generate = Generator(trained.config, trained.params, trained.tokenizer)
         answers = generate(lines, counting("generating", len(lines)))
     if not is_first():
         return 0

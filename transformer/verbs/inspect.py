@@ -17,7 +17,7 @@ from pathlib import Path
 from transformer import buckets
 from transformer.errors import UserError
 from transformer.files import write_atomic
-from transformer.verbs.common import ask, check_text, folder, open_run, read_lines
+from transformer.verbs.common import ask, check_text, folder, load, read_lines
 
 
 def arguments(parser) -> None:
@@ -33,14 +33,14 @@ def arguments(parser) -> None:
 def run(args, overrides) -> int:
     from transformer.lab import inspection
     from transformer.parallel.mesh import use
-    from transformer.runs.evaluate import load_trained
 
-    config, mesh = open_run(args, overrides)
     output = args.output or args.workdir / "inspect.html"
     if not output.resolve().parent.is_dir() or output.is_dir():
         raise UserError(f"--output: {output} is a folder, or its folder is missing; name a file")
-    if args.target and not config.model.is_encoder_decoder:
-        raise UserError(f"--target: a {config.model.family} takes one text; put it into --text")
+    trained = load(args, overrides)
+    family, has_source = trained.config.model.family, trained.config.model.is_encoder_decoder
+    if args.target and not has_source:
+        raise UserError(f"--target: a {family} takes one text; put it into --text")
     for name in ("text", "target"):
         check_text(getattr(args, name) or "", f"--{name}")
     if (text := args.text) is None:
@@ -48,9 +48,8 @@ def run(args, overrides) -> int:
             text = ask("text: ") if sys.stdin.isatty() else "\n".join(read_lines("-"))
         except EOFError:  # Ctrl-D
             text = ""
-    with use(mesh):
-        trained = load_trained(args.workdir, config, mesh)
-        view = inspection.observe_text(trained, mesh, text, args.target)
+    with use(trained.mesh):
+        view = inspection.observe_text(trained, trained.mesh, text, args.target)
     about, start = [f"Step {trained.step:,} of {trained.workdir}."], textwrap.shorten(text, 60)
     title = f"Token losses, predictions and attention of {buckets.shown(args.workdir)} on: {start}"
     write_atomic(output, inspection.page(view, title, about))

@@ -7,27 +7,24 @@ import math
 import sys
 
 from transformer.output import count
-from transformer.verbs.common import folder, open_run, read_lines
+from transformer.verbs.common import folder, load, read_lines, text_file
 
 
 def arguments(parser) -> None:
     add = parser.add_argument
     parser.set_defaults(only_prints=True)
     add("--workdir", required=True, type=folder, metavar="DIR", help="the run")
-    add("--input", default="-", metavar="FILE", help="a text file; default: - (standard input)")
+    add("--input", default="-", type=text_file, metavar="FILE", help="default: standard input")
     add("--tokens", action="store_true", help="one line per token: nats and piece")
 
 
 def run(args, overrides) -> int:
     from transformer.api import score
-    from transformer.parallel.mesh import use
     from transformer.parallel.processes import is_first
-    from transformer.runs.evaluate import load_trained
 
-    config, mesh = open_run(args, overrides)
-    lines = read_lines(args.input)
-    with use(mesh):
-        results = score(load_trained(args.workdir, config, mesh), lines)
+    trained = load(args, overrides)
+    lines = read_lines("-") if args.input == "-" else args.input
+    results = score(trained, lines)
     if not is_first():
         return 0
     for text, scores in zip(lines, results, strict=True):
