@@ -1,21 +1,16 @@
 """The record of a checkpoint: its step, the loop's state and a fingerprint of every array."""
 
 import dataclasses
-import functools
 import hashlib
 import json
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSharding
 
 from transformer.errors import UserError
 from transformer.output import listed
-from transformer.parallel.processes import gather_from_all
 from transformer.parallel.sharding import path_name
 
 FORMAT = 2
@@ -132,54 +127,17 @@ def fingerprints(tree: Any) -> dict[str, str]:
     bijection, so a change of one element always changes the fingerprint. Others collide with
     probability 2^-64. All processes must call this. Placeholders (`...`) are skipped."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    leaves = [(path, jnp.asarray(x)) for path, x in leaves if x is not ...]
-    sums = [_program(x.sharding)(x) for _, x in leaves]  # dispatch all before waiting
-    local_sums = jax.device_get([[shard.data for shard in x.addressable_shards] for x in sums])
-    local_NxW = np.array([np.sum(blocks, axis=(0, 1), dtype=np.uint32) for blocks in local_sums])
-    sums_NxW = np.sum(gather_from_all(local_NxW), axis=0, dtype=np.uint32)
-    names = [path_name(path) for path, _ in leaves]
-    hexadecimal = ["".join(f"{word:08x}" for word in words) for words in sums_NxW]
-    return dict(zip(names, hexadecimal, strict=True))
-
-
-def _program(sharding: jax.sharding.Sharding) -> Callable:
-    """Returns a function array -> uint32[devices, 2], the sums of each device."""
-    if isinstance(sharding, NamedSharding):
-        return _sharded_program(sharding.mesh, sharding.spec)
-    if not isinstance(sharding, SingleDeviceSharding):
-        raise TypeError(f"fingerprints need arrays on a mesh or on one device, not {sharding}")
-    return _local_program
-
-
-@functools.cache
-def _sharded_program(mesh: Mesh, spec: P) -> Callable:
-    """Returns a program in which each device sums its block; of equal blocks, the first counts."""
-    axes = [(names,) if isinstance(names, str) else tuple(names or ()) for names in spec]
-    replicas = [name for name in mesh.axis_names if not any(name in names for names in axes)]
-
-    def block(x: jax.Array) -> jax.Array:
-        dims = axes + [()] * (x.ndim - len(axes))
-        parts = [math.prod(mesh.shape[name] for name in names) for names in dims]
-        index = [jax.lax.axis_index(names) if names else 0 for names in dims]
-        starts = [i * size for i, size in zip(index, x.shape, strict=True)]
-        whole = [part * size for part, size in zip(parts, x.shape, strict=True)]
-        first = jnp.array([jax.lax.axis_index(name) == 0 for name in replicas] + [True]).all()
-        return jnp.where(first, _sums(x, starts, whole), 0)[None]
-
-    specs = {"in_specs": spec, "out_specs": P(mesh.axis_names)}
-    return jax.jit(jax.shard_map(block, mesh=mesh, **specs, check_vma=False))
+    # Dispatches all programs before waiting.
+    sums = {path_name(path): _sums(jnp.asarray(x)) for path, x in leaves if x is not ...}
+    return {path: f"{a:08x}{b:08x}" for path, (a, b) in jax.device_get(sums).items()}
 
 
 @jax.jit
-def _local_program(x: jax.Array) -> jax.Array:
-    return _sums(x, [0] * x.ndim, x.shape)[None]
-
-
-def _sums(x: jax.Array, starts, shape) -> jax.Array:
-    """Returns uint32[2]: both sums over the block at `starts` of an array, in one pass."""
-    word = _mix(_bits(x) ^ _mix(_flat_index(x.shape, starts, shape)))
+def _sums(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns both sums over an array, as uint32, in one pass."""
+    word = _mix(_bits(x) ^ _mix(_flat_index(x.shape)))
     zero, add = jnp.uint32(0), lambda a, b: (a[0] + b[0], a[1] + b[1])
-    return jnp.stack(jax.lax.reduce((word, _mix(word)), (zero, zero), add, tuple(range(x.ndim))))
+    return jax.lax.reduce((word, _mix(word)), (zero, zero), add, tuple(range(x.ndim)))
 
 
 def _bits(x: jax.Array) -> jax.Array:
@@ -190,12 +148,11 @@ def _bits(x: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}").astype(jnp.uint32)
 
 
-def _flat_index(block, starts, shape) -> jax.Array:
-    """Returns uint32 of the block's shape: row-major indices in the whole array, modulo 2^32."""
-    index = jnp.zeros(block, jnp.uint32)
-    for axis, (start, size) in enumerate(zip(starts, shape, strict=True)):
-        axis_index = jax.lax.broadcasted_iota(jnp.uint32, block, axis) + jnp.uint32(start)
-        index = index * jnp.uint32(size % 2**32) + axis_index
+def _flat_index(shape) -> jax.Array:
+    """Returns uint32 of this shape: row-major indices modulo 2^32."""
+    index = jnp.zeros(shape, jnp.uint32)
+    for axis, size in enumerate(shape):
+        index = index * jnp.uint32(size % 2**32) + jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
     return index
 
 
