@@ -17,7 +17,7 @@ from transformer.lab.formatting import spell
 from transformer.lab.report_tables import disturbances
 from transformer.lab.statistics import mean
 from transformer.lab.study import Study
-from transformer.units import bounds
+from transformer.units import kind
 
 
 def test_effect_of_a_field_over_all_settings_of_the_others(tmp_path):
@@ -294,8 +294,10 @@ def test_intervals_end_at_the_bounds_of_a_metric(tmp_path):
     value = compare(tmp_path, metric="test/bleu").rows["a"].value
     assert value.low == 0.0 and value.high == value.mean + value.half
     assert spell(value) == "0.8 [0.0, 3.4]"
-    assert mean([0.95, 1.0, 0.9], bounds("test/probe/exact/0004")).high == 1.0
-    assert bounds("eval/attention/logit/decoder/00") == (-math.inf, math.inf)
+    assert kind("test/loss", predicts_tokens=False).bounds == (0.0, math.inf)
+    assert kind("test/accuracy", predicts_tokens=False).bounds == (0.0, 1.0)
+    assert mean([0.95, 1.0, 0.9], kind("test/probe/exact/0004").bounds).high == 1.0
+    assert kind("eval/attention/logit/decoder/00").bounds == (-math.inf, math.inf)
 
 
 def test_speed_compares_arms_only_under_equal_conditions(tmp_path):

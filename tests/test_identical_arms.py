@@ -28,6 +28,18 @@ def test_rejects_arms_that_build_the_same_program():
     check_sweep(Sweep(spelled, controls={"spelled": "spells out a default"}))
 
 
+def test_spelled_out_defaults_of_an_optimizer_do_not_distinguish_arms():
+    names = (
+        "adafactor",
+        {"name": "adafactor", "decay_rate": 0.8},
+        {"name": "adafactor", "decay_rate": 0.7},
+    )
+    plain, spelled, other = (
+        guard.fields_outside_programs(experiment(optimizer__name=name)) for name in names
+    )
+    assert plain == spelled != other
+
+
 def test_windows_that_hide_no_token_do_not_distinguish_arms():
     base = experiment()
     longest = base.model.max_length

@@ -23,7 +23,7 @@ def sweep():
 
 
 def point_names(grid):
-    return [point.name for point in grid.points]
+    return [point.name for point in grid]
 
 
 def test_grid_algebra():

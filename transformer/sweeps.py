@@ -35,14 +35,8 @@ class Point:
         return self.called.get(field) or (f"{value:g}" if isinstance(value, float) else str(value))
 
 
-@dataclasses.dataclass(frozen=True)
-class Grid:
+class Grid(tuple[Point, ...]):
     """An ordered set of points."""
-
-    points: tuple[Point, ...]
-
-    def __len__(self) -> int:
-        return len(self.points)
 
 
 def vary(field: str, *values, **named) -> Grid:
@@ -51,7 +45,7 @@ def vary(field: str, *values, **named) -> Grid:
         raise UserError(f"sweep: vary({field!r}) has no values")
     points = [Point(_point_name(field, value), {field: value}) for value in values]
     points += [Point(name, {field: value}, {field: name}) for name, value in named.items()]
-    return Grid(tuple(points))
+    return Grid(points)
 
 
 def scan(field: str, low: float, high: float, points: int) -> Grid:
@@ -71,12 +65,12 @@ def arms(**named: Changes) -> Grid:
     for name, changes in named.items():
         if not isinstance(changes, Mapping):
             raise UserError(f"sweep: arms({name}={changes!r}): expected a mapping of fields")
-    return Grid(tuple(Point(name, dict(changes)) for name, changes in named.items()))
+    return Grid(Point(name, dict(changes)) for name, changes in named.items())
 
 
 def product(*grids: Grid) -> Grid:
     """Combines every point of each grid with every point of the others."""
-    return Grid(tuple(map(_joined, itertools.product(*(grid.points for grid in grids)))))
+    return Grid(map(_joined, itertools.product(*grids)))
 
 
 def zipped(*grids: Grid) -> Grid:
@@ -84,12 +78,12 @@ def zipped(*grids: Grid) -> Grid:
     if len({len(grid) for grid in grids}) > 1:
         problem = f"zipped() of {' and '.join(str(len(grid)) for grid in grids)} points"
         raise UserError(f"sweep: {problem}; use grids of equal length")
-    return Grid(tuple(map(_joined, zip(*(grid.points for grid in grids), strict=True))))
+    return Grid(map(_joined, zip(*grids, strict=True)))
 
 
 def chain(*grids: Grid) -> Grid:
     """Concatenates the points of several grids."""
-    return Grid(tuple(itertools.chain.from_iterable(grid.points for grid in grids)))
+    return Grid(itertools.chain(*grids))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,7 +175,7 @@ class Sweep:
             one = "vary(FIELD, VALUE, ...), arms(NAME={...})"
             way_out = f"{one}, or several of them in product(), zipped() or chain()"
             raise UserError(f"sweep: {self.grid!r}; a Grid is expected: {way_out}")
-        names = [point.name for point in self.grid.points]
+        names = [point.name for point in self.grid]
         if not names:
             raise UserError("sweep: no arms")
         way_out = "with vary(field, NAME=value) or arms(NAME={...})"
@@ -201,7 +195,7 @@ class Sweep:
         if not valid or len(set(seeds)) < len(seeds):
             way_out = "set a positive number or a list of distinct seeds"
             raise UserError(f"sweep: seeds: {self.seeds!r}; {way_out}")
-        if any("seed" in point.changes for point in self.grid.points):
+        if any("seed" in point.changes for point in self.grid):
             raise UserError("sweep: 'seed' varies in the grid; use Sweep(..., seeds=N)")
         if self.match not in ("", "parameters", "flops", "time"):
             raise UserError(f"sweep: match: {self.match!r}; choose from: parameters, flops, time")
@@ -248,7 +242,7 @@ class Sweep:
     @property
     def points(self) -> dict[str, Point]:
         """Arm name -> its point, baseline first."""
-        points = {point.name: point for point in self.grid.points}
+        points = {point.name: point for point in self.grid}
         return {self.baseline: points.pop(self.baseline)} | points
 
     @property

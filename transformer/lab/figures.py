@@ -22,7 +22,7 @@ from transformer.lab.results import Arm, Results
 from transformer.lab.statistics import Mean, mean
 from transformer.lab.verdict import Row, Verdict
 from transformer.output import human_count
-from transformer.units import bounds, kind
+from transformer.units import kind
 
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 LINES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
@@ -220,7 +220,7 @@ def _paired(lines: Mapping[str, Mapping[str, Values]], verdict: Verdict, x_label
             ys = [values[name].get(seed, math.nan) for name in names]
             look = {"color": style["color"], "linewidth": 0.7, "alpha": 0.5, "markersize": 3}
             axes.plot(xs, ys, marker="o", gid=f"{line}, seed {seed}: {{y:.5g}}", **look)
-        means = [mean(list(values[name].values()), bounds(metric)) for name in names]
+        means = [mean(list(values[name].values()), kind(metric).bounds) for name in names]
         ends = [[m.mean - m.low for m in means], [m.high - m.mean for m in means]]
         look = {"capsize": 4, "linewidth": 1.5, "markersize": 6, "label": line} | style
         look |= {} if len(lines) > 1 else {"linestyle": ""}

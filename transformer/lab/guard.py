@@ -11,13 +11,11 @@ import hashlib
 import math
 import time
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import numpy as np
-import optax
 
-from transformer.config import Experiment, MeshConfig, OptimizerConfig
+from transformer.config import Experiment, MeshConfig
 from transformer.errors import UserError
 from transformer.evaluation.evaluators import EVALUATORS
 from transformer.mapping import build, to_mapping
@@ -27,7 +25,7 @@ from transformer.planning.model_flops import model_flops
 from transformer.planning.programs import Programs
 from transformer.runs.rundir import OUTPUT_FIELDS, different_fields, flatten_fields
 from transformer.sweeps import Sweep
-from transformer.training.state import abstract_state, init_state, state_maker
+from transformer.training.state import init_state, state_maker
 from transformer.training.step import attention_backends, make_train_step, training_step
 from transformer.units import kind
 
@@ -50,8 +48,7 @@ CLOSE = 0.01
 """Relative tolerance of matched arms, within which the other fact of SIZES needs no declaration."""
 
 IN_PROGRAMS = (
-    "model", "optimizer", "train.label_smoothing", "train.z_loss", "train.accumulate",
-    "train.ema_decay",
+    "model", "train.label_smoothing", "train.z_loss", "train.accumulate", "train.ema_decay",
 )  # fmt: skip
 """Config sections and fields whose effect appears in the lowered programs."""
 
@@ -178,9 +175,9 @@ def _check_twins(sweep: Sweep, configs: Configs, facts: Mapping[str, Facts]) -> 
 
 def twins(configs: Configs, alike: Mapping[str, object]) -> dict[str, str]:
     """Returns arm -> the first arm that it is a twin of, except for first arms. Two arms are twins
-    if their lowered programs (initialization, loss and gradients, update) are equal, and so are the
-    config fields that do not appear in the programs. The runs of twins are bitwise identical.
-    Programs are lowered on shapes, and nothing is compiled; they are lowered only where
+    if their lowered programs (initialization, training step) are equal, and so are the optimizer
+    and the config fields that do not appear in the programs. The runs of twins are bitwise
+    identical. Programs are lowered on shapes, and nothing is compiled; they are lowered only where
     `fields_outside_programs` and the cheap values `alike` are equal."""
     groups: dict[tuple, list[str]] = {}
     for arm, config in configs.items():
@@ -197,10 +194,11 @@ def twins(configs: Configs, alike: Mapping[str, object]) -> dict[str, str]:
 def fields_outside_programs(config: Experiment) -> tuple[tuple[str, str], ...]:
     """Returns the fields that do not appear in the programs, in a canonical form."""
     fields = flatten_fields(to_mapping(config))
-    others = (*IN_PROGRAMS, *OUTPUT_FIELDS, "data.objective", "train.evaluators")
+    others = (*IN_PROGRAMS, *OUTPUT_FIELDS, "optimizer.name", "data.objective", "train.evaluators")
     is_other = lambda field: any(field == x or field.startswith(x + ".") for x in others)
     is_unseen = lambda field: field.startswith("model.") and field.endswith(NOT_IN_PROGRAMS)
     compared = {k: x for k, x in fields.items() if not is_other(k) or is_unseen(k)}
+    compared["optimizer.name"] = config.optimizer.rule
     compared["data.objective"] = config.objective
     compared["data.target_length"] = config.data.decoder_length
     compared["train.evaluators"] = sorted(map(repr, map(EVALUATORS.build, config.train.evaluators)))
@@ -210,14 +208,15 @@ def fields_outside_programs(config: Experiment) -> tuple[tuple[str, str], ...]:
 
 
 def programs_hash(config: Experiment) -> str:
-    """Returns a hash of the lowered programs: initialization, loss and gradients, update."""
+    """Returns a hash of the lowered programs: initialization and training step."""
     config = _without_wide_windows(config.on(MeshConfig(data=1)))
-    of_model = dataclasses.replace(config, optimizer=OptimizerConfig(), seed=0)
-    model_hash, params = _model_hash(of_model)
     built = Programs(config, jax.local_devices()[:1])
     with use(built.mesh):
-        update = jax.jit(built.optimizer.update).lower(params, built.state.opt_state, params)
-    return model_hash + _hash(update)
+        start = jax.jit(state_maker(config, built.model, built.optimizer))
+        step = jax.jit(training_step(config, built.model, built.optimizer, built.mesh))
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        programs = start.lower(key), step.lower(built.state, built.batch)
+    return hashlib.sha256("\n".join(x.as_text() for x in programs).encode()).hexdigest()
 
 
 def _without_wide_windows(config: Experiment) -> Experiment:
@@ -233,22 +232,6 @@ def _without_wide_windows(config: Experiment) -> Experiment:
     pattern = tuple(map(narrowed, model.layer_pattern))
     model = dataclasses.replace(model, window=narrow(model.window), layer_pattern=pattern)
     return dataclasses.replace(config, model=model)
-
-
-@functools.lru_cache(maxsize=64)
-def _model_hash(config: Experiment) -> tuple[str, Any]:
-    """Returns a hash of all programs but the update, and parameter shapes. Arms may share both."""
-    built, no_update = Programs(config, jax.local_devices()[:1]), optax.identity()
-    with use(built.mesh):
-        state, _ = abstract_state(config, built.model, no_update, built.mesh)
-        key = jax.eval_shape(lambda: jax.random.key(0))
-        start = jax.jit(state_maker(config, built.model, no_update)).lower(key)
-        step = jax.jit(training_step(config, built.model, no_update, built.mesh))
-        return _hash(start, step.lower(state, built.batch)), state.params
-
-
-def _hash(*lowered) -> str:
-    return hashlib.sha256("\n".join(program.as_text() for program in lowered).encode()).hexdigest()
 
 
 def _same(name: str, arm_facts: Facts, base: Facts, sweep: Sweep) -> bool:

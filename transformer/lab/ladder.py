@@ -40,8 +40,8 @@ def ladder(
         kinds = "positive numbers per='parameter' or per='flops'"
         raise UserError(f"ladder: budgets: {budgets!r} per {per!r}; use {kinds}")
     points, rungs, reached = [], {}, []  # reached: (N, D, size)
-    for size in sizes.points:
-        first = {**arms.points[0].changes, **size.changes}
+    for size in sizes:
+        first = {**arms[0].changes, **size.changes}
         N = matrix_parameters(changed(config, first).model)
         ruled = {field: rule(N) for field, rule in (rules or {}).items()}
         reference = changed(config, {**first, **ruled})
@@ -52,7 +52,7 @@ def ladder(
         warmup = max(1, min(round(N / tokens), [*ends, steps][0] // 4))
         derived = {"train.steps": steps, "optimizer.decay_ends": tuple(ends)}
         derived |= {"optimizer.warmup_steps": warmup, **ruled}
-        for point in product(arms, Grid((size,))).points:
+        for point in product(arms, Grid([size])):
             own = matrix_parameters(changed(config, point.changes).model)
             arm = point.name.removesuffix(f"-{size.name}")
             rungs[point.name] = {"arm": arm, "size": size.name, "N": own}
@@ -60,7 +60,7 @@ def ladder(
         reached += [(N, end * tokens, size.name) for end in (*ends, steps)]
     held = max(reached)[2] if hold_out else ""
     rungs = {name: rung | {"held_out": rung["size"] == held} for name, rung in rungs.items()}
-    sweep = Sweep(Grid(tuple(points)), ladder=rungs, **options)
+    sweep = Sweep(Grid(points), ladder=rungs, **options)
     kept = [x for x in reached if x[2] != held]
     N_P, D_P = np.array([x[:2] for x in kept], np.float64).reshape(-1, 2).T
     runs = [(name, seed) for name in {x[2] for x in kept} for seed in np.atleast_1d(sweep.seeds)]

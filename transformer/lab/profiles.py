@@ -11,7 +11,7 @@ from transformer.evaluation.evaluators import EVALUATORS
 from transformer.evaluation.evaluators.base import measures
 from transformer.lab.results import Arm, Results, RunResult
 from transformer.lab.statistics import Mean, mean
-from transformer.units import bounds
+from transformer.units import kind
 
 NATS, TOKENS = "loss (nats per token)", "tokens per sequence"
 WHEN = {"first": "before the first step", "last": "at the end"}
@@ -119,5 +119,5 @@ def _line(arm: Arm, pattern: re.Pattern, when: str) -> dict[int, Mean]:
     for place, keys in sorted(places.items()):
         values = [float(np.mean([value_of(run, key) for key in keys])) for run in runs]
         if finite := [x for x in values if math.isfinite(x)]:
-            line[place] = mean(finite, bounds(keys[0]))
+            line[place] = mean(finite, kind(keys[0]).bounds)
     return line

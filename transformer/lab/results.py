@@ -232,7 +232,7 @@ def _of_runs(folders: Sequence[Path]) -> tuple[Sweep, dict[str, Arm], list[str]]
             left_out.append(f"{name}: several runs have the same seed; only the last is used")
         arms[name] = Arm(name, changes, by_seed, parameters=runs[0].manifest.get("parameters", 0))
     seeds = sorted({seed for arm in arms.values() for seed in arm.runs})
-    grid = Grid(tuple(Point(name, {"arm": name}) for name in arms))
+    grid = Grid(Point(name, {"arm": name}) for name in arms)
     return Sweep(grid, seeds=tuple(seeds)), arms, left_out
 
 

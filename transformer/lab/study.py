@@ -188,7 +188,7 @@ def load_study(folder: Path) -> Study:
         source = {key: tree.pop(key) for key in ("file", "text", "overrides") if key in tree}
         points = [Point(arm, x["changes"], x.get("called", {})) for arm, x in arms.items()]
         tree["tune"] = tuple(Tuned(**number) for number in tree.get("tune", ()))
-        sweep = Sweep(Grid(tuple(points)), **tree | {"seeds": tuple(tree["seeds"])})
+        sweep = Sweep(Grid(points), **tree | {"seeds": tuple(tree["seeds"])})
         configs = {arm: from_mapping(Experiment, entry["config"]) for arm, entry in arms.items()}
         frozen = lambda value: tuple(value) if isinstance(value, list) else value
         fact = lambda entry: Facts(**{key: frozen(x) for key, x in entry["facts"].items()})

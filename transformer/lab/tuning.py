@@ -202,7 +202,7 @@ def _tuning_study(study: Study, trials: Sequence[Trial]) -> Study:
     sweep, named = study.sweep, {trial.name: trial for trial in trials}
     points = [Point(x.name, {**sweep.arms[x.arm], **x.numbers}) for x in trials]
     question = f"Which {' and '.join(x.name for x in sweep.tune)} is best for each arm?"
-    tuning = Sweep(Grid(tuple(points)), question, seeds=tuning_seeds(sweep), metric=METRIC)
+    tuning = Sweep(Grid(points), question, seeds=tuning_seeds(sweep), metric=METRIC)
     configs = {name: changed(study.configs[x.arm], x.numbers) for name, x in named.items()}
     facts = {name: study.facts[x.arm] for name, x in named.items()}
     return _part(study, "tuning", tuning, configs, facts)

@@ -1,6 +1,7 @@
 """Evaluators: measurements of a run beyond its loss, one per file. base.py is their interface."""
 
 import dataclasses
+import math
 
 from transformer.registry import Registry
 
@@ -12,6 +13,7 @@ class Kind:
     unit: str  # for display
     higher: bool | None  # larger values are better; None: unknown
     of_tokens: bool  # the value depends on the tokenizer
+    bounds: tuple[float, float] = (-math.inf, math.inf)  # the least and greatest possible value
 
 
 EVALUATORS = Registry("train.evaluators", __name__)
