@@ -33,8 +33,9 @@ HARMLESS = frozenset(
     summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj
     reorder_and_upcast_attn layerdrop encoder_layerdrop decoder_layerdrop classifier_activation
     classifier_bias classifier_pooling deterministic_flash_attn sparse_prediction
-    sparse_pred_ignore_index reference_compile repad_logits_with_grad embedding_dropout
-    mlp_dropout""".split()  # noqa: SIM905
+    sparse_pred_ignore_index reference_compile repad_logits_with_grad embedding_dropout mlp_dropout
+    embd_pdrop qa_dropout seq_classif_dropout sinusoidal_pos_embds output_router_logits
+    router_jitter_noise attention_softmax_in_fp32 masked_softmax_fusion""".split()  # noqa: SIM905
 )
 """Fields of generation, training and metadata, which do not affect what the network computes."""
 
@@ -212,20 +213,15 @@ class Fields:
             raise self.error(name, problem, value)
         return table[value]
 
-    def same(self, name: str, target, why: str) -> None:
-        """Raises UserError unless the field, or its default, is `target`, the value of another."""
-        value = self.get(name)
-        if value != target:
-            value, note = self._values.get(name, value), "" if self.has(name) else " (the default)"
-            raise self.error(name, f"is not supported: {why}; it must be {target!r}", value, note)
-
     def must(self, name: str, target, why: str = "") -> None:
-        """Raises UserError unless missing or `target`, the only supported value; null is False."""
+        """Raises UserError unless the field, or its default, is `target`, the only supported value.
+        Without a default, a missing field is supported. null is False."""
         self._seen.add(name)
-        value = self._values.get(name, target)
+        default = self.table[name].default if name in self.table else target
+        value = self._values.get(name, default)
         if value != target and (value is not None or target):
             problem = f"is not supported{why and ': ' + why}; it must be {target!r}"
-            raise self.error(name, problem, value)
+            raise self.error(name, problem, value, "" if self.has(name) else " (the default)")
 
     def ignore(self, *names: str) -> None:
         """Marks fields as read that do not change what is computed."""

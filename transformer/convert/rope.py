@@ -91,7 +91,7 @@ def rope(
     f.ignore("rope_type", "finetuned")
     out = {"name": "rotary", "theta": f.get("rope_theta")}
     if not partial:
-        f.same("partial_rotary_factor", 1.0, "Transformers ignores it in this family")
+        f.must("partial_rotary_factor", 1.0, "Transformers ignores it in this family")
     if (rotated := f.get("partial_rotary_factor")) != 1.0:
         out["fraction"] = rotated
     scaling = {"name": kind} | f.paired()

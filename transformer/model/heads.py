@@ -42,12 +42,8 @@ class Classifier(nn.Module):
         if cfg.num_labels:
             self.labels = Linear(cfg, (cfg.num_labels,), ("embed", None), cfg.label_bias)
 
-    def pool(self, h_BxTxD: jax.Array, tokens: Tokens) -> jax.Array:
-        """Returns h_pooled: [B, D], or [B, T, D] without pooling."""
-        h = POOLINGS[self.config.pooling](h_BxTxD, (tokens.segments_BxT > 0)[..., None])
-        return jnp.tanh(self.pooler(h)) if self.config.pooler else h
-
     def __call__(self, h_BxTxD: jax.Array, tokens: Tokens) -> jax.Array:
         """Returns float32[B, C], or [B, T, C] without pooling. Without `num_labels`: h_pooled."""
-        pooled = self.pool(h_BxTxD, tokens)
+        h = POOLINGS[self.config.pooling](h_BxTxD, (tokens.segments_BxT > 0)[..., None])
+        pooled = jnp.tanh(self.pooler(h)) if self.config.pooler else h
         return self.labels(pooled).astype(jnp.float32) if self.config.num_labels else pooled

@@ -58,7 +58,7 @@ def _read(f: Fields, tensors: frozenset[str]) -> dict:
     learned, pre = f.family in ("bart", "mbart"), f.family in ("mbart", "m2m_100")
     for name in ("ffn_dim", "attention_heads"):
         why = "encoder and decoder share this setting"
-        f.same(f"decoder_{name}", f.get(f"encoder_{name}"), why)
+        f.must(f"decoder_{name}", f.get(f"encoder_{name}"), why)
     f.must("is_decoder", False, "only encoder-decoders can be loaded")
     f.must("add_final_layer_norm", pre)
     f.must("normalize_before", pre)
@@ -67,7 +67,7 @@ def _read(f: Fields, tensors: frozenset[str]) -> dict:
     if f.family == "marian":
         why = "source and target must share a vocabulary"
         if f.get("decoder_vocab_size") is not None:
-            f.same("decoder_vocab_size", f.get("vocab_size"), why)
+            f.must("decoder_vocab_size", f.get("vocab_size"), why)
         f.must(_SHARED, True, why)
     return {
         "position": _position(f), "norm_placement": "pre" if pre else "post",

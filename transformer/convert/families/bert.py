@@ -98,7 +98,6 @@ def _read(kind: _Kind, f: Fields, tensors: frozenset[str]) -> dict:
     if has("pre_classifier."):
         problem = f"{f.family} classifies sequences with a ReLU, which is not supported"
         raise UserError(f"pre_classifier: {problem}; load an encoder without labels")
-    f.ignore("sinusoidal_pos_embds", "qa_dropout", "seq_classif_dropout")
     num_labels = f.num_labels() if has("classifier.") else 0
     if has("qa_outputs.") or (kind.next_sentence and has("cls.seq_relationship.")):
         num_labels = 2

@@ -51,14 +51,9 @@ _NEOX = ROPE | {
 
 
 def _read_gpt2(f: Fields, tensors: frozenset[str]) -> dict:
-    d_ff = f.get("n_inner")
     f.must("add_cross_attention", False)
-    f.ignore("embd_pdrop")
-    return {
-        "d_ff": 4 * f.get("n_embd") if d_ff is None else d_ff, "position": "learned",
-        "attention_scale": None if f.get("scale_attn_weights") else 1.0,
-        "residual_init_scale": True,
-    }  # fmt: skip
+    scale = None if f.get("scale_attn_weights") else 1.0
+    return {"position": "learned", "attention_scale": scale, "residual_init_scale": True}
 
 
 def _gpt2_weights(c: ModelConfig):
@@ -109,11 +104,7 @@ def _opt_weights(c: ModelConfig):
 def _read_bloom(f: Fields, tensors: frozenset[str]) -> dict:
     why = "the residual stream would start after the norm"
     f.must("apply_residual_connection_post_layernorm", False, why)
-    f.ignore("attention_softmax_in_fp32", "masked_softmax_fusion")
-    return {
-        "d_ff": 4 * f.get("hidden_size"), "position": "alibi", "embedding_norm": True,
-        "activation": "gelu_tanh",
-    }  # fmt: skip
+    return {"position": "alibi", "embedding_norm": True, "activation": "gelu_tanh"}
 
 
 def _bloom_weights(c: ModelConfig):

@@ -67,11 +67,8 @@ def variant(
     biases = [name for name in BIASES if name in fields]
 
     def read_all(f: Fields, tensors: frozenset[str]) -> dict:
-        heads = f.get("num_attention_heads")
         attention, mlp = (name in biases and f.get(name) for name in BIASES)
         return {
-            "num_kv_heads": f.get("num_key_value_heads") or heads,
-            "d_head": f.get("head_dim") or f.get("hidden_size") // heads,
             "norm": "rmsnorm", "glu": True, "use_bias": mlp,
             **({} if mlp == attention else {"attention_bias": attention}), **read(f),
         }  # fmt: skip
@@ -195,7 +192,6 @@ def _read_phi3(f: Fields) -> dict:
     fields = rotary(f, fraction="partial_rotary_factor")
     if fields["position"].get("scaling", {"name": "longrope"})["name"] != "longrope":
         raise f.error("rope_parameters", "is not supported: rope_type is 'default' or 'longrope'")
-    f.ignore("embd_pdrop")  # Transformers ignores it, too
     return fields
 
 

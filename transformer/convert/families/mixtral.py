@@ -16,7 +16,6 @@ _ROUTER = {"router_aux_loss_coef": Field(0.001, float), "num_experts_per_tok": 2
 
 
 def _experts(f: Fields, count: str, normalize: bool = True) -> dict:
-    f.ignore("output_router_logits", "router_jitter_noise")  # of training
     counts = {"num_experts": f.get(count), "top_k": f.get("num_experts_per_tok")}
     options = {"normalize": normalize, "load_balance": f.get("router_aux_loss_coef")}
     return {"feed_forward": {"name": "experts"} | counts | options}

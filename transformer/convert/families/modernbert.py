@@ -32,10 +32,10 @@ def _read(f: Fields, tensors: frozenset[str]) -> dict:
     # Their window covers both sides of a query. Ours covers one side and the query itself.
     size, is_local = f.get("local_attention") // 2 + 1, [i % every > 0 for i in range(layers)]
     by_layer = local_and_global(f, theta, local_theta, is_local, size)
-    f.same("classifier_bias", f.get("mlp_bias"), "feed-forward and head share one bias setting")
+    f.must("classifier_bias", f.get("mlp_bias"), "feed-forward and head share one bias setting")
     hidden, head = "hidden_activation", "classifier_activation"
     if f.one_of(head, ACTIVATIONS) != f.one_of(hidden, ACTIVATIONS):
-        f.same(head, f.get(hidden), "feed-forward and head share an activation")
+        f.must(head, f.get(hidden), "feed-forward and head share an activation")
     f.must("decoder_bias", True)
     return {
         **by_layer, "embedding_norm": True, "first_norm": False, "glu": True,

@@ -35,7 +35,6 @@ def _read(f: Fields, tensors: frozenset[str]) -> dict:
     if f.has("dense_act_fn"):
         activation = f.one_of("dense_act_fn", fields.ACTIVATIONS)
     glu = f.get("is_gated_act", glu)
-    f.ignore("output_past")
     f.must("is_decoder", False, "only encoder-decoders can be loaded")
     buckets = f.get("relative_attention_num_buckets")
     distance = f.get("relative_attention_max_distance")
