@@ -26,6 +26,7 @@ from transformer.errors import UserError
 from transformer.files import write_atomic
 
 C = TypeVar("C", bound=type)
+_frozen_dataclass = dataclasses.dataclass(frozen=True)
 _files: dict[str, tuple[Path, set[str]]] = {}
 """Hash -> (file, names), of the files outside this package that registered classes."""
 
@@ -33,9 +34,14 @@ _files: dict[str, tuple[Path, set[str]]] = {}
 class Registry(Mapping[str, type]):
     """Name -> class, for the config field `field`. Modules of `package` define the classes."""
 
-    def __init__(self, field: str, package: str, is_option: Callable = lambda field: True):
-        """`is_option` returns whether a config may set a field of a class."""
+    def __init__(
+        self, field: str, package: str, is_option: Callable = lambda field: True,
+        as_dataclass: Callable[[type], type] = _frozen_dataclass,
+    ):  # fmt: skip
+        """`is_option` returns whether a config may set a field of a class. `as_dataclass` makes a
+        class a dataclass."""
         self._field, self._package, self._is_option = field, package, is_option
+        self._as_dataclass = as_dataclass
         self._classes: dict[str, type] = {}
         self._origins: dict[str, str] = {}  # the hashes of files outside this package
         self._is_loaded = False
@@ -48,7 +54,7 @@ class Registry(Mapping[str, type]):
 
         def add(cls: C) -> C:
             if "__dataclass_fields__" not in vars(cls):
-                cls = dataclasses.dataclass(frozen=True)(cls)
+                cls = self._as_dataclass(cls)
             known, is_ours = self._classes.get(name), cls.__module__.startswith("transformer.")
             origin = "" if is_ours else _record(file, name)
             same_class = known and known.__qualname__ == cls.__qualname__

@@ -4,14 +4,13 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
-from flax import linen as nn, struct
+from flax import linen as nn
 
 from transformer.checks import at_least, one_of, positive
 from transformer.model.positions.base import Position, declare, option, register
 
 
 @register("learned")
-@struct.dataclass
 class Learned(Position):
     """Learned position embeddings: x_t + P[t + offset] (Gehring et al. 2017; GPT-2, BERT, BART).
 
@@ -42,7 +41,6 @@ class Learned(Position):
 
 
 @register("sinusoidal")
-@struct.dataclass
 class Sinusoidal(Position):
     """Sinusoidal position embeddings: x_t + PE(t) (Vaswani et al. 2017, sec. 3.5).
 

@@ -16,7 +16,8 @@ from flax import linen as nn, struct
 from transformer.errors import UserError
 from transformer.registry import Registry
 
-SCHEMES = Registry("model.position", __package__, lambda field: field.metadata.get("option", False))
+_is_option = lambda field: field.metadata.get("option", False)
+SCHEMES = Registry("model.position", __package__, _is_option, struct.dataclass)
 register = SCHEMES.register
 build = SCHEMES.build
 
@@ -219,7 +220,6 @@ class Position:
 
 
 @register("none")
-@struct.dataclass
 class NoPE(Position):
     """No positions ("NoPE"; Haviv et al. 2022, Kazemnejad et al. 2023).
 

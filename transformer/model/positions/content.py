@@ -43,7 +43,6 @@ def _check_distance(scheme, facts) -> str | None:
 
 
 @register("shaw")
-@struct.dataclass
 class Shaw(Position):
     """Relative keys and values (Shaw et al. 2018).
 
@@ -93,7 +92,6 @@ class Shaw(Position):
 
 
 @register("transformer_xl")
-@struct.dataclass
 class TransformerXL(Position):
     """e_ts = ((q_t + u) . k_s + (q_t + v) . W_R p_{t-s}) / sqrt(d_head) (Dai et al. 2019).
 
@@ -139,7 +137,6 @@ class TransformerXL(Position):
 
 
 @register("deberta")
-@struct.dataclass
 class Deberta(Position):
     """Disentangled attention (He et al. 2021).
 
@@ -192,7 +189,6 @@ class Deberta(Position):
 
 
 @register("cope")
-@struct.dataclass
 class CoPE(Position):
     """Contextual positions: they count tokens that a query selects (Golovneva et al. 2024, "CoPE").
 

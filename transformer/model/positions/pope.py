@@ -5,14 +5,13 @@ import math
 
 import jax
 import jax.numpy as jnp
-from flax import linen as nn, struct
+from flax import linen as nn
 
 from transformer.checks import one_of, positive
 from transformer.model.positions.base import Position, declare, fact, option, register
 
 
 @register("pope")
-@struct.dataclass
 class PoPE(Position):
     """Products of magnitudes and phases (Gopalakrishnan et al. 2025, "PoPE", arXiv:2509.10534).
 

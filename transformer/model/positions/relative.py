@@ -7,14 +7,13 @@ import math
 
 import jax
 import jax.numpy as jnp
-from flax import linen as nn, struct
+from flax import linen as nn
 
 from transformer.checks import positive
 from transformer.model.positions.base import Position, declare, fact, option, per_head, register
 
 
 @register("alibi")
-@struct.dataclass
 class ALiBi(Position):
     """logits - m_n |t - s|, with slopes m_n = 2^(-8 n / N) for heads n = 1..N (Press et al. 2022).
 
@@ -69,7 +68,6 @@ def alibi_slopes(num_heads: int) -> list[float]:
 
 
 @register("t5")
-@struct.dataclass
 class T5Bias(Position):
     """logits + b[n, bucket(s - t)], one learned scalar per head and bucket (Raffel et al. 2020).
 
@@ -118,7 +116,6 @@ def t5_bucket(distance: jax.Array, num_buckets: int, max_distance: int, causal: 
 
 
 @register("kerple")
-@struct.dataclass
 class Kerple(Position):
     """logits - r_n log(1 + a_n d), the logarithmic kernel of Chi et al. (2022, "KERPLE").
 
@@ -144,7 +141,6 @@ class Kerple(Position):
 
 
 @register("sandwich")
-@struct.dataclass
 class Sandwich(Position):
     """logits + (sum_i cos(d / 10000^(2i/w)) - w/2) / (8 n / N) for heads n = 1..N (Chi et al. 2023,
     "Dissecting Transformer Length Extrapolation via the Lens of Receptive Field Analysis").
@@ -177,7 +173,6 @@ class Sandwich(Position):
 
 
 @register("fire")
-@struct.dataclass
 class Fire(Position):
     """logits + f_n(psi(t - s) / psi(max(t, L))), psi(x) = log(1 + c x) (Li et al. 2024, "FIRE").
 

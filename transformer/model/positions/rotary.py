@@ -6,7 +6,6 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 from flax.core import FrozenDict
 
 from transformer.checks import one_of, positive
@@ -16,7 +15,6 @@ from transformer.model.sharding import platform
 
 
 @register("rotary")
-@struct.dataclass
 class Rotary(Position):
     """Rotary position embedding: R_t q_t . R_s k_s (Su et al. 2021, "RoFormer").
 

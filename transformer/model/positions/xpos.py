@@ -8,7 +8,6 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 
 from transformer.checks import positive
 from transformer.model.positions.base import Position, StackFacts, fact, option, register
@@ -30,7 +29,6 @@ def _look_up(table_AxP: np.ndarray, index_BxT: jax.Array) -> jax.Array:
 
 
 @register("xpos")
-@struct.dataclass
 class XPos(Position):
     """Rotary positions with decay, R_t q_t zeta^t . R_s k_s zeta^-s (Sun et al. 2023, "xPos").
 
