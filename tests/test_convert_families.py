@@ -13,7 +13,7 @@ import torch
 import transformers
 from test_convert_faults import copy_directory, load_error
 
-from transformer import build_model, load_hf
+from transformer import build_model, load_hf, save_hf
 from transformer.convert import FAMILIES
 from transformer.convert.hf import _tensors
 
@@ -87,8 +87,19 @@ def test_unused_pooler_is_ignored_and_unsupported_heads_raise(saved_model, tmp_p
     jax.tree.map(np.testing.assert_array_equal, load_hf(extra)[1], load_hf(folder)[1])
     _, folder = saved_model("DistilBertForSequenceClassification", CASES["distilbert"][0][1])
     assert load_error(folder).startswith("pre_classifier: distilbert classifies sequences with a")
-    _, folder = saved_model("BertForNextSentencePrediction", CASES["bert"][0][1])
-    assert load_error(folder).startswith("missing tensors of a bert model: classifier.bias")
+
+
+def test_next_sentence_prediction_alone_is_a_classifier(saved_model, tmp_path):
+    """Transformers has a class for it, with the equation of a classifier of sequences."""
+    model, folder = saved_model("BertForNextSentencePrediction", CASES["bert"][0][1])
+    config, params = load_hf(folder)
+    ours, expected, real = test_convert.both_logits(model, config, params, type(model).__name__)
+    assert expected.shape == (3, 2) and real.all() and np.abs(expected).max() > 0.1
+    np.testing.assert_allclose(ours, expected, atol=1e-4)
+    save_hf(tmp_path / "out", config, params, family="bert")
+    ids = torch.tensor(padded_sequences(0)[0])
+    exported = transformers.BertForSequenceClassification.from_pretrained(tmp_path / "out").eval()
+    np.testing.assert_allclose(exported(ids).logits.detach(), model(ids).logits.detach(), atol=1e-5)
 
 
 def test_sinusoidal_table_must_match_its_formula(saved_model, tmp_path):

@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -52,9 +52,10 @@ class Family:
 
     `aliases` are other names of `fields`, besides the three that every config class has. `prefix`
     is an optional prefix of tensor names (GPT-2's files on the hub omit it); names that begin with
-    `head` or one of `heads` never have it. `encoder` is the class of the encoder alone, if there is
-    one. `source_begins` is whether a source begins with the bos token. `special_tokens` are
-    Transformers' defaults of those missing from config.json."""
+    `head` or one of `heads` never have it. `rename(name, names in the files)` returns a tensor's
+    name in `weights`. `encoder` is the class of the encoder alone, if there is one. `source_begins`
+    is whether a source begins with the bos token. `special_tokens` are Transformers' defaults of
+    those missing from config.json."""
 
     model_type: str
     architecture: str
@@ -71,6 +72,7 @@ class Family:
     copies: Callable[[ModelConfig], tuple[Copy, ...]] = lambda config: ()
     constants: Mapping[str, Constant] = dataclasses.field(default_factory=dict)
     unused: tuple[str, ...] = ()
+    rename: Callable[[str, Collection[str]], str] = lambda name, stored: name
     encoder: str = ""
     source_begins: bool = False
     special_tokens: Mapping[str, int] = dataclasses.field(default_factory=dict)

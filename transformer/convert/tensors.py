@@ -36,7 +36,7 @@ class Tensors:
         prefix, heads = family.prefix, (f"{family.head}.", "score.", *family.heads)
         lacks_prefix = prefix and not any(key.startswith(prefix) for key in where)
         name = lambda key: prefix + key if lacks_prefix and not key.startswith(heads) else key
-        self._stored = {name(key): (file, key) for key, file in where.items()}
+        self._stored = {family.rename(name(key), where): (file, key) for key, file in where.items()}
         self.names = frozenset(self._stored)
         # A fused tensor is read three times in a row.
         self.read = functools.lru_cache(maxsize=1)(self._read)

@@ -3,7 +3,7 @@ CamemBERT (Martin et al. 2020), DistilBERT (Sanh et al. 2019): post-norm, learne
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from transformer.convert.family import Family
@@ -173,6 +173,12 @@ def _bert_weights(kind: _Kind, c: ModelConfig):
             yield from linear("cls.predictions.decoder", "unembedding", bias=True)
 
 
+def _rename(name: str, stored: Collection[str]) -> str:
+    """A head for next-sentence prediction alone is a classifier of two classes."""
+    alone = not any(x.startswith("cls.predictions.") for x in stored)
+    return name.replace("cls.seq_relationship.", "classifier.") if alone else name
+
+
 def _copies(kind: _Kind, c: ModelConfig) -> tuple[Copy, ...]:
     if not c.lm_head:
         return ()
@@ -190,7 +196,7 @@ FAMILIES = [
         model_type, f"{kind.title}{'ForPreTraining' if kind.next_sentence else 'ForMaskedLM'}",
         "encoder", *(functools.partial(f, kind) for f in (_read, _write, _weights)), kind.fields(),
         table=kind.tensor(_TABLE), special_tokens=kind.special_tokens, prefix=kind.tensor("bert."),
-        copies=functools.partial(_copies, kind),
+        copies=functools.partial(_copies, kind), rename=_rename,
         heads=("cls.", kind.head, "classifier.", "qa_outputs."),
         # The first is 0, 1, 2, ...
         unused=(r".*embeddings\.position_ids", *[r"roberta\.pooler\.dense\..*"] * kind.after_pad),
