@@ -194,6 +194,8 @@ TRAIN = ["train", "--config=config.py", "--workdir=x"]
             ["generate", "--workdir=run", "--config.model.d_model=8"],
             "a trained run keeps its config",
         ),
+        (["data", "wikitext2", "--min_chars=5"], "data: options are for `data prepare`"),
+        (["sweep", "--workdir=run", "--runs=a/seed-0", "--dry-run"], "leave out the other options"),
         (["data", "wikitext"], "data.corpus: unknown value 'wikitext'; did you mean 'wikitext2'?"),
     ],
 )

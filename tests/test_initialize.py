@@ -161,6 +161,8 @@ def test_key_value_heads_are_averaged_in_groups(trained):
         UserError, match="key/bias is 4x4 there and 2x4 here; set train.init_kv_heads=mean"
     ):
         fresh_and_initialized(experiment(model, train))
+    with pytest.raises(UserError, match="here; name it in train.init_new and train.init_drop"):
+        fresh_and_initialized(experiment({"d_head": 8}, train))
     _, initialized = fresh_and_initialized(experiment(model, train | {"init_kv_heads": "mean"}))
     for name, x in pretrained.items():
         if "/key/" in name or "/value/" in name:

@@ -12,11 +12,12 @@ import pytest
 
 from transformer import cli, registry
 from transformer.config import TokenizerConfig
+from transformer.config_io import load_experiment
 from transformer.data.tokenizer import SentencePiece, train_tokenizer
 from transformer.errors import TemporaryError, UserError
 from transformer.mapping import to_mapping
 from transformer.model.positions import SCHEMES
-from transformer.runs.rundir import load_config, read_manifest, tokenizer_file
+from transformer.runs.rundir import has_checkpoint, load_config, read_manifest, tokenizer_file
 from transformer.version import __version__
 
 
@@ -156,6 +157,34 @@ def test_changed_plugin_is_reported(tmp_path, monkeypatch):
     (tmp_path / "run" / "plugins" / "experiment.py").write_text(code.format(2))
     with pytest.raises(UserError, match=r"experiment.py has changed since it was copied to "):
         registry.load_plugins(tmp_path / "run")
+
+
+def test_config_json_of_a_run_loads_its_plugins(tmp_path, monkeypatch):
+    """The plugin is an experiment file whose annotations are text, which dataclasses evaluate."""
+    monkeypatch.setattr(SCHEMES, "_classes", dict(SCHEMES))
+    monkeypatch.setattr(registry, "_files", {})
+    file, run = tmp_path / "own.py", tmp_path / "run"
+    file.write_text(
+        "from __future__ import annotations\nimport transformer\n"
+        "from typing import ClassVar\n\n@transformer.SCHEMES.register('own')\n"
+        "class Own(transformer.Position):\n    number: ClassVar[int] = 1\n\n"
+        "def get_config():\n    return dict(model=dict(family='decoder', vocab_size=480, "
+        "position='own'), data=dict(corpus='pydoc', length=8))\n"
+    )
+    config = load_experiment(str(file))
+    registry.save_plugins(run, to_mapping(config))
+    (run / "config.json").write_text(json.dumps(to_mapping(config)))
+    monkeypatch.setattr(SCHEMES, "_classes", dict(SCHEMES))
+    SCHEMES._classes.pop("own")
+    monkeypatch.setattr(registry, "_files", {})
+    assert load_experiment(str(run / "config.json")) == config
+
+
+def test_an_unfinished_checkpoint_is_none(tmp_path):
+    (tmp_path / "checkpoints" / "8.orbax-checkpoint-tmp").mkdir(parents=True)
+    assert not has_checkpoint(tmp_path)
+    (tmp_path / "checkpoints" / "8").mkdir()
+    assert has_checkpoint(tmp_path)
 
 
 def test_entry_point_of_an_installed_package_registers_its_classes(tmp_path, monkeypatch):

@@ -14,6 +14,7 @@ from transformer import UserError
 from transformer.decoding.prefill import advance
 from transformer.model.layout import flatten
 from transformer.model.network import build_model
+from transformer.model.placements.base import PLACEMENTS, Placement
 from transformer.model.placements.hyper_connections import sinkhorn
 
 
@@ -30,6 +31,17 @@ def test_decodes_from_its_cache(name):
         np.testing.assert_allclose(logits, full[:, t - 1], atol=1e-4)
         if t < 7:
             logits, memory = step(x[:, t], memory)
+
+
+@pytest.mark.parametrize("hook", ["begin", "end", "check"])
+def test_a_placement_may_override_one_hook(monkeypatch, hook):
+    called = []
+    inherited = getattr(Placement, hook)
+    override = lambda self, *args: called.append(hook) or inherited(self, *args)
+    own = type("Own", (Placement,), {hook: override, "in_norm": True})
+    monkeypatch.setitem(PLACEMENTS._classes, hook, dataclasses.dataclass(frozen=True)(own))
+    make(small("decoder", norm_placement=hook))
+    assert called
 
 
 @pytest.mark.parametrize("placement", ["hyper_connections", "siamese_norm", "mhc"])

@@ -4,6 +4,7 @@ import contextlib
 import importlib.util
 import inspect
 import re
+import sys
 import traceback
 import types
 from collections.abc import Iterator, Mapping
@@ -16,6 +17,7 @@ from transformer.config import Experiment
 from transformer.errors import UserError, nearest
 from transformer.files import read_json
 from transformer.mapping import build, from_mapping, override, to_mapping
+from transformer.registry import load_plugins
 from transformer.sweeps import Grid, Sweep
 
 NOTHING: Mapping[str, str] = types.MappingProxyType({})
@@ -32,7 +34,8 @@ def load_tree(file: str) -> dict:
     """Returns the settings of an experiment file as nested dicts."""
     name = file.partition(":")[0]
     if Path(name).suffix == ".json":
-        return to_mapping(from_mapping(Experiment, read_json(_existing(name))))
+        load_plugins(_existing(name).parent)
+        return to_mapping(from_mapping(Experiment, read_json(Path(name))))
     experiment_file = _open(file)
     with _errors_in(experiment_file.path):
         tree = experiment_file.tree()
@@ -108,10 +111,11 @@ def _open(file: str) -> _File:
     name, *parts = file.split(":")
     path = _existing(name)
     with _errors_in(path):
-        spec = importlib.util.spec_from_file_location(path.stem, path.absolute())
+        spec = importlib.util.spec_from_file_location(f"experiment_{path.stem}", path.absolute())
         if spec is None or spec.loader is None:
             raise UserError(f"--config: {str(path)!r} is neither a Python file nor a config.json")
-        module = importlib.util.module_from_spec(spec)
+        # Dataclasses with `from __future__ import annotations` read it.
+        module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         if not hasattr(module, "get_config"):
             raise UserError(f"--config: {name!r} defines no get_config()")

@@ -137,7 +137,8 @@ def load_plugins(folder: Path) -> None:
             continue
         spec = importlib.util.spec_from_file_location(f"plugin_{_hash(file)[:12]}", file)
         try:
-            spec.loader.exec_module(importlib.util.module_from_spec(spec))
+            module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
         except UserError:
             for other, _ in _files.values():
                 if other.name == file.name:

@@ -113,7 +113,7 @@ def _match(train: TrainConfig, targets: Mapping, sources: Mapping) -> set[str]:
         here, there = list(targets[name]), list(sources[name])
         if name.split("/")[-1].startswith("position_embedding") and train.init_positions != "same":
             there[0] = here[0]
-        can_pool = _is_kv(name) and there[-2] % here[-2] == 0
+        can_pool = _is_kv(name) and there[-2] > here[-2] and there[-2] % here[-2] == 0
         if can_pool and train.init_kv_heads == "mean":
             there[-2] = here[-2]
         if here != there:

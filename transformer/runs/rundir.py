@@ -155,7 +155,8 @@ def tokenizer_file(workdir: Path) -> Path | None:
 
 
 def has_checkpoint(workdir: Path) -> bool:
-    return any((workdir / "checkpoints").glob("[0-9]*"))
+    # Orbax saves into N.orbax-checkpoint-tmp, and renames it.
+    return any(folder.name.isdigit() for folder in (workdir / "checkpoints").glob("*"))
 
 
 def load_config(workdir: Path) -> Experiment:

@@ -52,7 +52,8 @@ def run(args, overrides) -> int:
     if args.name in ("prepare", "verify"):
         return _prepare(args, overrides) if args.name == "prepare" else _verify(args)
     given = (args.config, args.output, args.license, args.filter, args.beam)
-    if any((*given, args.keep_duplicates, args.max_chars, overrides)) or args.shard_mb != 256:
+    lengths = args.min_chars != 1, args.max_chars
+    if any((*given, *lengths, args.keep_duplicates, overrides)) or args.shard_mb != 256:
         raise UserError("data: options are for `data prepare` and `data verify`; leave them out")
     if args.name is None:
         for name, corpus in CORPORA.items():

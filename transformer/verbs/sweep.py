@@ -52,8 +52,8 @@ def run(args, overrides) -> int:
     from transformer.parallel.processes import barrier, process_index_and_count
 
     if args.runs:
-        if args.config or overrides:
-            raise UserError("--runs: selects runs of an existing sweep; leave out --config")
+        if args.config or overrides or args.dry_run or args.untuned:
+            raise UserError("--runs: trains runs of an existing sweep; leave out the other options")
         cache_compiled_programs()
         names = args.runs.split(",")
         return runner.train_and_evaluate(args.workdir, names, lambda run: evaluate(run.folder))

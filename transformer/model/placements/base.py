@@ -85,7 +85,9 @@ class Placement:
 
     def in_stack(self, side: str, encoder_layers: int, decoder_layers: int) -> "Placement":
         """Returns the placement in one stack, with numbers for all parts that depend on depth."""
-        return self if self.is_special else Placement(**dataclasses.asdict(self))
+        if self.is_special or type(self).check is not Placement.check:
+            return self
+        return Placement(**dataclasses.asdict(self))
 
     def check(self, config: Any, side: str) -> str | None:
         """Returns why a layer with this config cannot have the placement, in one line, or None."""
@@ -114,4 +116,5 @@ class Placement:
     @property
     def is_special(self) -> bool:
         """Whether the placement overrides how streams begin, change or end."""
-        return type(self).connect is not Placement.connect
+        hooks = ("begin", "connect", "end")
+        return any(getattr(type(self), hook) is not getattr(Placement, hook) for hook in hooks)
