@@ -127,9 +127,9 @@ def fingerprints(tree: Any) -> dict[str, str]:
     bijection, so a change of one element always changes the fingerprint. Others collide with
     probability 2^-64. All processes must call this. Placeholders (`...`) are skipped."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    # Dispatches all programs before waiting.
-    sums = {path_name(path): _sums(jnp.asarray(x)) for path, x in leaves if x is not ...}
-    return {path: f"{a:08x}{b:08x}" for path, (a, b) in jax.device_get(sums).items()}
+    # Waits for each: with gloo, collectives of several programs at a time may block each other.
+    words = lambda x: "".join(f"{word:08x}" for word in jax.device_get(_sums(jnp.asarray(x))))
+    return {path_name(path): words(x) for path, x in leaves if x is not ...}
 
 
 @jax.jit
