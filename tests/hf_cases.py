@@ -167,14 +167,16 @@ CASES = {
         ("BartForConditionalGeneration", BART | {
             "scale_embedding": True, "activation_function": "relu",
         }),
-        ("BartForConditionalGeneration", BART | {"tie_word_embeddings": False}),
+        ("BartForConditionalGeneration", BART | {
+            "tie_word_embeddings": False, "decoder_ffn_dim": 40, "decoder_attention_heads": 2}),
     ],
     "marian": [
         ("MarianMTModel", BART | {
             "activation_function": "swish", "scale_embedding": True, "pad_token_id": 60,
             "decoder_start_token_id": 60,
         }),
-        ("MarianMTModel", BART | {"activation_function": "relu", "decoder_layers": 1}),
+        ("MarianMTModel", BART | {
+            "activation_function": "relu", "decoder_layers": 1, "encoder_ffn_dim": 20}),
         ("MarianMTModel", BART | {"tie_word_embeddings": False}),
     ],
     "mbart": [

@@ -73,7 +73,8 @@ def _encoder_decoder(c, p, source, target, **where):
     }
     table = p["embedding"] if c.share_embeddings else p["target_embedding"]
     source_info = token_info(c, source, **source_where)
-    encoded = stack(c, p["encoder"], "encoder", embed(c, p["embedding"], source), source_info)
+    own = c.part(**dict(c.encoder))
+    encoded = stack(own, p["encoder"], "encoder", embed(own, p["embedding"], source), source_info)
     h = stack(
         c,
         p["decoder"],

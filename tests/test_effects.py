@@ -44,6 +44,13 @@ LSTMS = {
 }  # fmt: skip
 
 WITHOUT_EFFECT = {
+    "model.encoder": lambda: small("decoder", encoder={"d_ff": 8}),
+    "model.token_types": lambda: small("decoder", token_types=2),
+    "model.prefix_lm": lambda: small("encoder_decoder", prefix_lm=True),
+    "model.causal": lambda: small("encoder", causal=False),
+    "model.causal ": lambda: small("decoder", causal=False, prefix_lm=True, position="t5"),
+    "model.pooler": lambda: small("encoder_decoder", pooler=True),
+    "model.decoder_start_id": lambda: small("decoder", decoder_start_id=0),
     # Fields that layer_pattern sets in every layer, and entries that no layer uses.
     "model.position": lambda: small("decoder", position="t5", layer_pattern=ALL),
     "model.window": lambda: small(
@@ -171,6 +178,22 @@ def test_field_without_effect_raises(field):
                 },
             ),
             "high_frequency_factor: 1.0 must be more",
+        ),
+        *(
+            (lambda own=own, more=more: small("encoder_decoder", encoder=own, **more), message)
+            for own, more, message in (
+                ({"d_f": 8}, {}, "encoder.d_f: cannot differ from the decoder's; did you mean"),
+                ({"d_ff": "wide"}, {}, "model.encoder.d_ff: expected int, got 'wide'"),
+                ({"d_ff": -1}, {}, "model.encoder.d_ff: -1 is too small"),
+                ({"num_heads": 3}, {}, "model.encoder.d_model: 16 is not divisible by"),
+                ({"d_model": 8}, {}, "encoder.d_model: 8 needs model.share_embeddings=False"),
+                ({"layer_pattern": [{"position": "none"}]}, {}, "only window can differ from"),
+                (
+                    {"d_ff": 8},
+                    {"parametrization": {"name": "mup", "base": {"d_model": 4}}},
+                    "model.encoder: the base model of a parametrization has one size",
+                ),
+            )
         ),
         (
             lambda: small("decoder", position={"name": "sinusoidal", "base": -1.0}),

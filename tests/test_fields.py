@@ -46,6 +46,7 @@ MODEL = {
     "d_ff": 16, "num_heads": 1, "num_kv_heads": 1, "d_head": 2, "d_value": 3,
     "num_encoder_layers": (3, BOTH), "num_decoder_layers": 3,
     "max_length": (9, DECODER | {"position": "learned"}), "d_embedding": 6, "mixer": "mla",
+    "encoder": ({"d_ff": 20}, BOTH),
     "token_types": (2, ENCODER), "position": "alibi", "random_positions": 20,
     "cross_position": ("alibi", BOTH),
     "layer_pattern": ({"window": 2},), "norm_placement": "post", "norm": "rmsnorm",

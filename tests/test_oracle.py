@@ -12,6 +12,7 @@ import numpy as np
 import oracle
 import pytest
 from conftest import jit_if_scanned, make, masks, schemes, small, start_decoding, tokens, unrolled
+from flax.core import FrozenDict
 
 from transformer.decoding.prefill import advance
 from transformer.model.layout import flatten, part, unflatten, where
@@ -297,6 +298,29 @@ def test_cached_decoding(variant, scan):
         np.testing.assert_allclose(logits, expected[:, t - 1], atol=3e-5)
         logits, memory = step(x[:, t], memory)
     np.testing.assert_allclose(logits, expected[:, -1], atol=3e-5)
+
+
+@pytest.mark.parametrize("scan", [True, False])
+def test_encoder_of_another_size(scan):
+    own = {"d_model": 24, "num_heads": 3, "num_kv_heads": 3, "d_ff": 20}
+    own |= {"layer_pattern": ({"window": 3}, {})}
+    more = {"embedding_scale": True, "position": "rotary", "scan_layers": scan}
+    config = small("encoder_decoder", encoder=own, share_embeddings=False, **more)
+    model, params = make(config)
+    assert params["embedding"]["embedding"].shape == (37, 24)
+    inputs = padded_inputs(config)
+    layers, real = unstack_layers(config, params), np.asarray(inputs[-1]) != 0
+    expected = oracle.forward(config, layers, *inputs, **masks(*inputs))
+    narrow = config.part(encoder=FrozenDict(own | {"layer_pattern": ()}))
+    assert np.abs(expected - oracle.forward(narrow, layers, *inputs, **masks(*inputs))).max() > 1e-2
+    logits = jit_if_scanned(model, model.apply)(params, *inputs, **masks(*inputs))
+    np.testing.assert_allclose(np.asarray(logits)[real], expected[real], atol=3e-5)
+    source, target = tokens(1, 2, 6), tokens(2, 2, 4)
+    full = oracle.forward(config, layers, source, target)
+    logits, memory = start_decoding(model, params, target[:, :3], 8, source)
+    np.testing.assert_allclose(logits, full[:, 2], atol=3e-5)
+    logits, _ = advance(model, params, target[:, 3], memory)
+    np.testing.assert_allclose(logits, full[:, 3], atol=3e-5)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -252,7 +252,7 @@ def test_special_tokens_outside_the_vocabulary_are_read_as_null():
         ({"eos_id": 1.5}, r"model.eos_id: expected int .*, got 1.5"),
         (
             {"decoder_start_id": 0},
-            "model.decoder_start_id: 0 needs model.family='encoder_decoder', but it is 'decoder'",
+            "model.decoder_start_id: 0 has no effect without an encoder and a decoder",
         ),
     ],
 )

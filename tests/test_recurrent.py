@@ -277,7 +277,7 @@ def test_only_biases_are_exempt_from_weight_decay(model):
         ({"d_ff": 4}, "model.d_ff: 4 has no effect without a feed-forward"),
         ({"parallel": True}, "model.parallel: True has no effect without a second sublayer"),
         ({"norm": "rmsnorm"}, "model.norm: 'rmsnorm' has no effect"),
-        ({"pooling": "last"}, "is for labels"),
+        ({"pooling": "last"}, "model.pooling: 'last' has no effect without labels"),
     ],
 )
 def test_invalid_recurrent_configs_raise(fields, message):

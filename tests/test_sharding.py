@@ -235,7 +235,7 @@ def test_check_divisibility_by_the_mesh(mesh, model, message):
         ),
         (
             {"pipeline_rounds": 2, "scan_layers": False},
-            "model.pipeline_rounds: 2 needs model.scan_layers=True",
+            "model.pipeline_rounds: 2 has no effect without stacked layers: model.scan_layers",
         ),
         (
             {

@@ -204,7 +204,7 @@ def test_language_model_may_also_classify():
     x = tokens(0, 2, 5)
     assert model.apply(params, x).shape == (2, 5, 37)
     assert model.apply(params, x, method="classify").shape == (2, 2)
-    with pytest.raises(UserError, match=r"model\.num_labels: an encoder_decoder generates text"):
+    with pytest.raises(UserError, match=r"model\.num_labels: 2 has no effect, because an encoder"):
         small("encoder_decoder", num_labels=2)
     with pytest.raises(UserError, match=r"model\.lm_head: False leaves the model without outputs"):
         small("decoder", lm_head=False)

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 from flax.core import FrozenDict
 
-from transformer.errors import UserError, look_up, nearest
+from transformer.errors import UserError, nearest
 
 Choice = str | FrozenDict  # a name, or a mapping with `name` and the options of the named class
 LARGEST = 2**31 - 1  # the largest integer in a config: the maximum of int32
-_type_hints = functools.cache(typing.get_type_hints)
+type_hints = functools.cache(typing.get_type_hints)
 
 
 def one_of(field: str, value, names) -> None:
@@ -124,10 +124,10 @@ def strict(section: str, effects: tuple[Effect, ...] = ()):
             values = positional | values
             for name, field in fields.items():
                 if field.default is dataclasses.MISSING and name not in values:
-                    is_section = dataclasses.is_dataclass(_type_hints(cls)[name])
+                    is_section = dataclasses.is_dataclass(type_hints(cls)[name])
                     hint = f"; add the section config.{name} = dict(...)" if is_section else ""
                     raise UserError(f"{path}{name}: must be set{hint}")
-            values = {k: coerce(x, _type_hints(cls)[k], path + k) for k, x in values.items()}
+            values = {k: coerce(x, type_hints(cls)[k], path + k) for k, x in values.items()}
             init(self, **values)
             for name in fields:
                 in_float32(path + name, getattr(self, name))
@@ -183,7 +183,7 @@ def in_float32(path: str, value) -> None:
 
 def table_of(cls) -> str:
     """Describes the mapping that a config expects, for an error message."""
-    return f"a mapping of fields, dict({next(iter(_type_hints(cls)))}=...)"
+    return f"a mapping of fields, dict({next(iter(type_hints(cls)))}=...)"
 
 
 def _check_literal(value, path: str) -> None:
@@ -220,28 +220,6 @@ def plain(value):
     if isinstance(value, tuple):
         return tuple(map(plain, value))
     return value.unfreeze() if isinstance(value, FrozenDict) else value
-
-
-def build_choice(field: str, table: dict[str, type], spec: str | Mapping, is_option=lambda f: True):
-    """Builds the dataclass that a config chooses from `table`. `spec` is a name, such as
-    `"rotary"`, or a mapping with options, such as `dict(name="rotary", theta=500_000.0)`.
-    `is_option` returns whether a config may set a field. Raises UserError."""
-    settings = {"name": spec} if isinstance(spec, str) else dict(spec)
-    name = settings.pop("name", "")
-    if not isinstance(name, str):
-        raise UserError(f"{field}.name: {plain(name)!r} is not a name; {nearest(str(name), table)}")
-    cls = look_up(table, name, field)
-    options = {f.name: _type_hints(cls)[f.name] for f in dataclasses.fields(cls) if is_option(f)}
-    for key, value in settings.items():
-        if key not in options:
-            way_out = nearest(key, options) if options else "it takes no options"
-            raise UserError(f"{field}: {name!r} has no option {key!r}; {way_out}")
-        path = f"{field}.{key}"
-        settings[key] = coerce(value, options[key], path)
-        if isinstance(settings[key], float) and not math.isfinite(settings[key]):
-            raise UserError(f"{path}: {value} is not a finite number")
-        in_float32(path, settings[key])
-    return cls(**settings)
 
 
 def is_zero(number) -> bool:

@@ -13,6 +13,7 @@ import functools
 import hashlib
 import importlib.metadata
 import importlib.util
+import math
 import pkgutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -21,8 +22,8 @@ from typing import TypeVar, dataclass_transform
 
 import jax
 
-from transformer.checks import build_choice
-from transformer.errors import UserError
+from transformer.checks import coerce, in_float32, plain, type_hints
+from transformer.errors import UserError, look_up, nearest
 from transformer.files import write_atomic
 
 C = TypeVar("C", bound=type)
@@ -71,7 +72,23 @@ class Registry(Mapping[str, type]):
 
     def build(self, spec: str | Mapping):
         """Builds the object of `"name"` or `dict(name="name", option=value)`. Raises UserError."""
-        return build_choice(self._field, self._all, spec, self._is_option)
+        field, settings = self._field, {"name": spec} if isinstance(spec, str) else dict(spec)
+        name = settings.pop("name", "")
+        if not isinstance(name, str):
+            way_out = nearest(str(name), self)
+            raise UserError(f"{field}.name: {plain(name)!r} is not a name; {way_out}")
+        cls = look_up(self._all, name, field)
+        options = {f.name for f in dataclasses.fields(cls) if self._is_option(f)}
+        for key, value in settings.items():
+            if key not in options:
+                way_out = nearest(key, options) if options else "it takes no options"
+                raise UserError(f"{field}: {name!r} has no option {key!r}; {way_out}")
+            path = f"{field}.{key}"
+            settings[key] = coerce(value, type_hints(cls)[key], path)
+            if isinstance(settings[key], float) and not math.isfinite(settings[key]):
+                raise UserError(f"{path}: {value} is not a finite number")
+            in_float32(path, settings[key])
+        return cls(**settings)
 
     @property
     def _all(self) -> dict[str, type]:

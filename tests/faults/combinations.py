@@ -51,6 +51,7 @@ OPTIONS = {
     "embedding_norm": (False, True),
     "first_norm": (True, False),
     "parallel": (False, True),
+    "encoder": ({}, {}, {"d_ff": 40, "d_head": 6, "num_heads": 2, "num_kv_heads": 1}),
     "num_kv_heads": (0, 1, 2),
     "d_head": (0, 8),
     "d_value": (0, 6),

@@ -27,6 +27,8 @@ _NO_HEAD = {"lm_head": False, "tie_embeddings": True, "logit_scale": 1.0, "logit
 _CLASSIFIER = _NO_HEAD | {"pooling": "last", "label_bias": False}
 """Fields of a decoder that classifies sequences: the last token's logits, of a layer `score`."""
 
+_SIZES = ("d_model", "num_heads", "kv_heads", "head_size", "value_size", "ff_size")
+
 _RESOLVED = {
     "d_ff": "ff_size", "d_head": "head_size", "d_value": "value_size",
     "d_embedding": "embedding_size", "num_kv_heads": "kv_heads",
@@ -177,6 +179,7 @@ def meaning(config: ModelConfig) -> dict:
         "window": [layer.window for layer in layers],
         "feed_forward": [{"name": x.name} | dataclasses.asdict(x) | training for x in kinds],
         "layer_pattern": (),
+        "encoder": [getattr(config.stack("encoder"), name) for name in _SIZES],
         # Without a smaller base, a parametrization only determines how a model is trained.
         "parametrization": "standard" if config.base == config else config.parametrization,
         "norm_placement": [config.placement(side) for side in config.sides],

@@ -113,7 +113,7 @@ def embed_texts(
         h_BxTxD, _ = subject.model.apply(params, tokens_BxT, **options)
         return pool(h_BxTxD.astype(jnp.float32), real_BxT[..., None])
 
-    results = np.zeros((len(texts), config.model.d_model), np.float32)
+    results = np.zeros((len(texts), config.model.stack(config.model.sides[0]).d_model), np.float32)
     for members, batch in _batches(subject, segments, batch_size):
         h_BxD = subject.program("pooled", pooled)(params, batch)
         results[members] = np.asarray(h_BxD)[: len(members)]

@@ -14,7 +14,7 @@ from transformer.model.effects import EFFECTS, mixer_reads
 from transformer.model.feed_forwards.base import FEED_FORWARDS, FeedForward
 from transformer.model.mixers.base import MIXERS, SHARED_FIELDS, SOURCE_MIXERS, Mixer
 from transformer.model.norms import Norm
-from transformer.model.parametrizations.base import PARAMETRIZATIONS
+from transformer.model.parametrizations.base import NONE, PARAMETRIZATIONS
 from transformer.model.placements.base import PLACEMENTS, Placement
 
 
@@ -34,6 +34,9 @@ class ModelConfig:
     num_encoder_layers: int = 6  # layers of the encoder
     num_decoder_layers: int = 6  # layers of the decoder
     max_length: int = 512  # longest source or target sequence, in tokens
+    # encoder_decoder: sizes of the encoder that differ from the decoder's, such as dict(d_ff=512),
+    # or a layer_pattern of windows
+    encoder: FrozenDict = NONE
     d_embedding: int = 0  # embedding width, projected to d_model (ALBERT, OPT-350m); 0: d_model
     token_types: int = 0  # number of token types (BERT has two), each with an embedding; 0: none
 
@@ -146,7 +149,7 @@ class ModelConfig:
 
     def __post_init__(self):
         check(self)
-        self._set("eos_id", special_tokens.checked(self)["eos_id"])
+        self._set("eos_id", special_tokens.checked_ends(self))
 
     def _set(self, field: str, value) -> None:
         object.__setattr__(self, field, value)
@@ -254,12 +257,18 @@ class ModelConfig:
         """Returns the number of layers of a stack; 0 if the family does not have it."""
         return getattr(self, f"num_{side}_layers") if side in self.sides else 0
 
+    def stack(self, side: str) -> "ModelConfig":
+        """Returns the config of a stack: the encoder's has the fields that `encoder` sets."""
+        has_own = side == "encoder" and self.encoder
+        return self.part(encoder=NONE, **self.encoder) if has_own else self
+
     def layers(self, side: str) -> tuple["ModelConfig", ...]:
         """Returns the config of each layer, with `layer_pattern` and `first_norm` applied."""
-        pattern: Sequence[Mapping] = self.layer_pattern or ({},)
+        stack = self.stack(side)
+        pattern: Sequence[Mapping] = stack.layer_pattern or ({},)
         resolve = lambda i: {"layer_pattern": (), "first_norm": self.first_norm or i > 0}
         entry = lambda i: dict(pattern[i % len(pattern)])
-        return tuple(self.part(**resolve(i) | entry(i)) for i in range(self.num_layers(side)))
+        return tuple(stack.part(**resolve(i) | entry(i)) for i in range(self.num_layers(side)))
 
     def part(self, **fields) -> "ModelConfig":
         """Returns a copy for a part of this model, with `fields` replaced. It is not checked."""

@@ -4,12 +4,13 @@ import dataclasses
 
 from flax.core import FrozenDict
 
+from transformer import checks
 from transformer.checks import at_least, at_most, in_unit_interval, one_of, plain, positive
-from transformer.errors import UserError
+from transformer.errors import UserError, nearest
 from transformer.model import positions
 from transformer.model.activations import ACTIVATIONS
 from transformer.model.attention_backends import BACKENDS
-from transformer.model.effects import PER_LAYER_FIELDS, mixer_reads
+from transformer.model.effects import EFFECTS, PER_LAYER_FIELDS, mixer_reads
 from transformer.model.feed_forwards.base import FEED_FORWARDS
 from transformer.model.initializers import INITIALIZERS
 from transformer.model.mixers.base import MIXERS, Mixer
@@ -20,6 +21,11 @@ MAX_LAYERS = 10_000
 
 MAX_UNROLLED_LAYERS = 1000
 """The most layers of a stack without model.scan_layers. JAX traces each of them by itself."""
+
+ENCODER_FIELDS = (
+    "d_model", "d_ff", "num_heads", "num_kv_heads", "d_head", "d_value", "layer_pattern",
+)  # fmt: skip
+"""The fields that `encoder` may set."""
 
 _NOT_NEGATIVE = (
     "d_ff", "d_head", "d_value", "d_embedding", "token_types", "num_labels", "num_kv_heads",
@@ -35,6 +41,8 @@ def check(config) -> None:
     _check_combinations(config)
     _check_layers(config)
     _check_rounds(config)
+    if config.encoder:
+        _check_encoder(config)
 
 
 def _check_values(config) -> None:
@@ -86,28 +94,13 @@ def _check_combinations(config) -> None:
     if needs_head and not config.lm_head:
         way_out = "set it to True, or set model.num_labels in a decoder"
         raise UserError(f"model.lm_head: False leaves the model without outputs; {way_out}")
-    if has_labels and config.is_encoder_decoder:
-        problem = "an encoder_decoder generates text and has no labels"
-        raise UserError(f"model.num_labels: {problem}; set model.family='encoder' or 'decoder'")
     if config.pooling == "span" and config.num_labels != 2:
         problem = f"{config.num_labels}, but model.pooling='span' scores two ends"
         raise UserError(f"model.num_labels: {problem}; set it to 2")
-    if config.is_encoder_decoder and config.pooling != "none":
-        problem = "is for labels, and an encoder_decoder generates text"
-        raise UserError(f"model.pooling: {config.pooling!r} {problem}; leave it at 'none'")
     _check_sources(config)
     if config.random_positions and config.random_positions < config.max_length:
         problem = f"{config.random_positions} is less than model.max_length = {config.max_length}"
         raise UserError(f"model.random_positions: {problem}; increase it, or set it to 0")
-    if config.token_types and config.family != "encoder":
-        problem = f"{config.token_types} needs an encoder, but model.family = {config.family!r}"
-        raise UserError(f"model.token_types: {problem}; leave it at 0")
-    if config.prefix_lm and config.family != "decoder":
-        problem = f"True needs model.family='decoder', but it is {config.family!r}"
-        raise UserError(f"model.prefix_lm: {problem}; leave it at False")
-    if not config.causal and ("decoder" not in config.sides or config.prefix_lm):
-        way_out = "leave it at True without a decoder, or with model.prefix_lm=True"
-        raise UserError(f"model.causal: False removes the causal mask of a decoder; {way_out}")
 
 
 def _check_sources(config) -> None:
@@ -124,6 +117,32 @@ def _check_sources(config) -> None:
             problem = f"source = {mixer.source!r} has no effect"
             why = f"no layer of the decoder has this mixer; leave it at {source.default!r}"
             raise UserError(f"model.layer_pattern: {problem}, because {why}")
+
+
+def _check_encoder(config) -> None:
+    """Checks the fields in which the encoder of an encoder_decoder differs from its decoder."""
+    hints, values = checks.type_hints(type(config)), {}
+    for name, value in config.encoder.items():
+        if name not in ENCODER_FIELDS:
+            way_out = nearest(name, ENCODER_FIELDS)
+            raise UserError(f"model.encoder.{name}: cannot differ from the decoder's; {way_out}")
+        values[name] = checks.coerce(value, hints[name], f"model.encoder.{name}")
+    config._set("encoder", FrozenDict(values))
+    stack = config.stack("encoder")
+    if any(set(entry) - {"window"} for entry in values.get("layer_pattern", ())):
+        raise UserError("model.encoder.layer_pattern: only window can differ from the decoder's")
+    if config.parametrization != "standard":
+        problem = "the base model of a parametrization has one size; set 'standard'"
+        raise UserError(f"model.encoder: {problem}, or leave it out")
+    sources = {mixer.source for mixer in config.mixers_of("decoder")} - {"cross_attention", "none"}
+    if stack.d_model != config.d_model and (config.share_embeddings or sources):
+        problem = "needs model.share_embeddings=False, and cross-attention as the only source"
+        raise UserError(f"model.encoder.d_model: {stack.d_model} {problem}")
+    try:
+        check(stack)
+    except UserError as e:
+        raise UserError(str(e).replace("model.", "model.encoder.", 1)) from None
+    checks.refuse_without_effect("model.encoder", stack, EFFECTS, values)
 
 
 def _check_layers(config) -> None:
@@ -174,8 +193,6 @@ def _check_streams(config, side: str) -> None:
 
 def _check_rounds(config) -> None:
     rounds = config.pipeline_rounds
-    if rounds > 1 and not config.scan_layers:
-        raise UserError(f"model.pipeline_rounds: {rounds} needs model.scan_layers=True; set it")
     for side in config.sides if rounds > 1 else ():
         period = config.period(side)
         repeats = config.num_layers(side) // period

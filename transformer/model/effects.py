@@ -59,7 +59,18 @@ _NORM = "a norm (model.norm_placement='pre')"
 EFFECTS = (
     Effect(("num_encoder_layers",), "an encoder (model.family)", lambda c: "encoder" in c.sides),
     Effect(("num_decoder_layers",), "a decoder (model.family)", lambda c: "decoder" in c.sides),
-    Effect(("share_embeddings",), "an encoder and a decoder: model.family='encoder_decoder'",
+    Effect(("token_types",), "an encoder alone: model.family='encoder'",
+           lambda c: c.family == "encoder"),
+    Effect(("prefix_lm",), "a decoder alone: model.family='decoder'",
+           lambda c: c.family == "decoder"),
+    Effect(("causal",), "a decoder, and model.prefix_lm=False",
+           lambda c: "decoder" in c.sides and not c.prefix_lm),
+    Effect(("num_labels", "pooler"), "because an encoder_decoder generates text",
+           lambda c: not c.is_encoder_decoder),
+    Effect(("pipeline_rounds",), "stacked layers: model.scan_layers=True",
+           lambda c: c.scan_layers),
+    Effect(("share_embeddings", "decoder_start_id", "encoder"),
+           "an encoder and a decoder: model.family='encoder_decoder'",
            lambda c: c.is_encoder_decoder),
     *(Effect((f,), f"a layer whose entry in model.layer_pattern omits {f!r}",
              lambda c, f=f: any(f not in entry for entry in c.used_pattern))
@@ -103,5 +114,5 @@ EFFECTS = (
            "model.lm_head=True", lambda c: c.lm_head),
     Effect(("label_bias",), "labels: model.num_labels", lambda c: c.num_labels),
     Effect(("pooling",), "labels: model.num_labels or model.pooler",
-           lambda c: c.is_encoder_decoder or c.num_labels or c.pooler),
+           lambda c: c.num_labels or c.pooler),
 )  # fmt: skip

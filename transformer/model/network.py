@@ -210,9 +210,10 @@ class EncoderDecoder(_Family):
 
     def setup(self):
         cfg = self.config
-        self.embedding = Embedding(cfg)
+        own = cfg.stack("encoder")
+        self.embedding = Embedding(own)
         self.target_embedding = self.embedding if cfg.share_embeddings else Embedding(cfg)
-        self.encoder, self.decoder = Stack(cfg, "encoder"), Stack(cfg, "decoder")
+        self.encoder, self.decoder = Stack(own, "encoder"), Stack(cfg, "decoder")
         self.unembedding = Unembedding(cfg)
 
     def features(

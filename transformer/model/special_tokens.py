@@ -17,20 +17,13 @@ def as_tuple(ids: Ids) -> tuple[int, ...]:
     return () if ids is None else tuple(ids) if isinstance(ids, (tuple, list)) else (ids,)
 
 
-def checked(config) -> dict[str, Ids]:
-    """Returns the special tokens of a ModelConfig by field, in canonical form. Duplicates in
-    `eos_id` are removed. A tuple of one id becomes that id, and an empty tuple None. Raises
-    UserError for ids outside the vocabulary, and a start token without an encoder_decoder."""
-    tokens = {field: getattr(config, field) for field in SPECIAL_TOKENS}
-    ends = tuple(dict.fromkeys(as_tuple(tokens["eos_id"])))
-    tokens["eos_id"] = ends if len(ends) > 1 else ends[0] if ends else None
-    for field, ids in tokens.items():
-        check_inside(f"model.{field}", ids, config.vocab_size)
-    if config.decoder_start_id is not None and not config.is_encoder_decoder:
-        needs = f"needs model.family='encoder_decoder', but it is {config.family!r}"
-        problem = f"{config.decoder_start_id} {needs}"
-        raise UserError(f"model.decoder_start_id: {problem}; leave it at None")
-    return tokens
+def checked_ends(config) -> Ids:
+    """Returns the `eos_id` of a ModelConfig without duplicates. A tuple of one id becomes that id,
+    and an empty tuple None. Raises UserError for special tokens outside the vocabulary."""
+    for field in SPECIAL_TOKENS:
+        check_inside(f"model.{field}", getattr(config, field), config.vocab_size)
+    ends = tuple(dict.fromkeys(as_tuple(config.eos_id)))
+    return ends if len(ends) > 1 else ends[0] if ends else None
 
 
 def check_inside(field: str, ids: Ids, vocab_size: int) -> None:

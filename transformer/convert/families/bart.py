@@ -15,8 +15,8 @@ _TOKENS = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2}
 _FIELDS = {
     "vocab_size": field(50265, "vocab_size"), "d_model": field(1024, "d_model"),
     "encoder_layers": field(12, "num_encoder_layers"),
-    "decoder_layers": field(12, "num_decoder_layers"), "encoder_ffn_dim": field(4096, "d_ff"),
-    "decoder_ffn_dim": field(4096, "d_ff"), "encoder_attention_heads": field(16, "num_heads"),
+    "decoder_layers": field(12, "num_decoder_layers"), "encoder_ffn_dim": 4096,
+    "decoder_ffn_dim": field(4096, "d_ff"), "encoder_attention_heads": 16,
     "decoder_attention_heads": field(16, "num_heads"),
     "max_position_embeddings": field(1024, "max_length"),
     "activation_function": field("gelu", "activation"),
@@ -35,6 +35,9 @@ def _sinusoids(shape: Shape) -> np.ndarray | None:
     angles = np.arange(length)[:, None] / 10_000.0 ** (2 * np.arange((d + 1) // 2) / d)
     return np.concatenate([np.sin(angles), np.cos(angles)], axis=1)[:, :d]
 
+
+_OF_SIDES = {"ffn_dim": "d_ff", "attention_heads": "num_heads"}
+"""The sizes in which encoder and decoder may differ, as in the students of Marian -> ours."""
 
 _SHARED = "share_encoder_decoder_embeddings"
 _POSITIONS = r"model\.(encoder|decoder)\.embed_positions\.weight"
@@ -56,9 +59,8 @@ def _position(f: Fields) -> dict:
 
 def _read(f: Fields, tensors: frozenset[str]) -> dict:
     learned, pre = f.family in ("bart", "mbart"), f.family in ("mbart", "m2m_100")
-    for name in ("ffn_dim", "attention_heads"):
-        why = "encoder and decoder share this setting"
-        f.must(f"decoder_{name}", f.get(f"encoder_{name}"), why)
+    own = {name: f.get(f"encoder_{theirs}") for theirs, name in _OF_SIDES.items()}
+    decoder = {name: f.get(f"decoder_{theirs}") for theirs, name in _OF_SIDES.items()}
     f.must("is_decoder", False, "only encoder-decoders can be loaded")
     f.must("add_final_layer_norm", pre)
     f.must("normalize_before", pre)
@@ -72,7 +74,13 @@ def _read(f: Fields, tensors: frozenset[str]) -> dict:
     return {
         "position": _position(f), "norm_placement": "pre" if pre else "post",
         "norm_epsilon": 1e-5, "embedding_norm": learned, "logit_bias": f.family != "m2m_100",
+        "encoder": {name: x for name, x in own.items() if x != decoder[name]},
     }  # fmt: skip
+
+
+def _write(c: ModelConfig) -> dict:
+    own = c.stack("encoder")
+    return {"encoder_ffn_dim": own.ff_size, "encoder_attention_heads": own.num_heads}
 
 
 def layer(theirs: str, ours: str, c: ModelConfig, attentions=("self_attention",)):
@@ -111,7 +119,7 @@ def _copies(c: ModelConfig) -> tuple[Copy, ...]:
 
 
 _family = functools.partial(
-    Family, ours="encoder_decoder", read=_read, write=lambda c: {}, weights=_weights,
+    Family, ours="encoder_decoder", read=_read, write=_write, weights=_weights,
     fields=_FIELDS, table="model.shared", head="lm_head", copies=_copies,
     special_tokens=_TOKENS | {"decoder_start_token_id": 2},
 )  # fmt: skip
@@ -121,7 +129,7 @@ FAMILIES = [
     _family(
         "marian", "MarianMTModel",
         fields=changed(_FIELDS, {"vocab_size": 58101, "decoder_vocab_size": optional(int)}),
-        write=lambda c: {"decoder_vocab_size": c.vocab_size, _SHARED: True},
+        write=lambda c: _write(c) | {"decoder_vocab_size": c.vocab_size, _SHARED: True},
         constants={_POSITIONS: _sinusoids}, special_tokens={
             "pad_token_id": 58_100, "eos_token_id": 0, "decoder_start_token_id": 58_100,
         },
