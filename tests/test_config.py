@@ -110,7 +110,7 @@ MODEL = {"family": "decoder", "vocab_size": 50}
         ),
         (
             {"position": {"name": "rotary", "theta": float("inf")}},
-            r"model.position.theta: inf is not a finite number",
+            r"model.position.theta: inf is not finite",
         ),
         (
             {"norm_placement": {"name": "pre", "out_norm": {"x": 2}}},
@@ -177,7 +177,7 @@ def test_invalid_model_configs_raise(fields, message):
             r"beam search does not sample",
         ),
         ({"model": MODEL, "platform": "tpus"}, r"did you mean 'tpu'"),
-        ({"model": MODEL, "seed": -1}, r"seed: -1 must lie between 0 and"),
+        ({"model": MODEL, "seed": -1}, r"seed: -1 is too small; at least 0"),
         (
             {"model": MODEL, "optimizer": {"learning_rate": float("inf")}},
             r"optimizer.learning_rate: inf is not finite",

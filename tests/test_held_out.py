@@ -107,10 +107,10 @@ def test_a_fraction_for_one_split(texts, tmp_path):
 
 def test_fractions_that_cannot_be_held_out_raise(texts, tmp_path):
     for value, message in [
-        (0, "data.held_out: 0 is too small; at least 1"),
+        (0, "data.held_out: 0 must be more than 0"),
         (0.5, "data.held_out: 0.5 is not a fraction between 0 and 0.5"),
         (2.5, "data.held_out: 2.5 is not a fraction"),
-        (float("nan"), "data.held_out: nan is not a fraction"),
+        (float("nan"), "data.held_out: nan must be more than 0"),
     ]:
         with pytest.raises(UserError, match=message):
             experiment(texts, held_out=value)

@@ -190,7 +190,7 @@ NUMBERS = {
     "temperature": {-1.0: "-1.0 is too small; at least 0", NAN: "nan is too small",
                     1e-30: "at least 1e-6", 1e9: "1,000,000,000.0 is too large; at most 100"},
     "top_k": {-1: "-1 is too small; at least 0", 0.5: "expected int, got 0.5"},
-    "top_p": {value: rf"{value} must lie in \(0, 1\]" for value in (-1.0, 0.0, 2.0, NAN)},
+    "top_p": {x: rf"{x} must be more than 0" for x in (-1.0, 0.0, NAN)} | {2.0: "at most 1"},
     "beam_size": {0: "0 is too small; at least 1", -1: "-1 is too small", 1.5: "expected int"},
     "length_penalty": {NAN: "nan is too small; at least 0", -1.0: "-1.0 is too small",
                        1e9: "at most 100: above it, all beams score about 0"},

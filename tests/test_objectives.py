@@ -239,7 +239,7 @@ def test_every_objective_trains_and_is_evaluated(text, tmp_path, case):
         ({"name": "masked_lm", "rat": 0.3}, "encoder", {}, {},
          "has no option 'rat'; did you mean 'rate'"),
         ({"name": "masked_lm", "rate": 1.5}, "encoder", {}, {},
-         "rate = 1.5, which must lie between 0 and 1"),
+         r"data.objective.rate: 1.5 must lie in \[0, 1\)"),
         ({"name": "masked_lm", "mask": 0.9, "random": 0.2}, "encoder", {}, {},
          "mask = 0.9 and random = 0.2, which must not be negative or add up to more than 1"),
         (NEXT_SENTENCE, "encoder", {}, {}, "set model.token_types=2, model.num_labels=2"),
@@ -253,9 +253,9 @@ def test_every_objective_trains_and_is_evaluated(text, tmp_path, case):
         ({"name": "span_corruption", "sentinels": 1}, "encoder_decoder", {}, {},
          "1 sentinels, but [23] spans in pieces of"),
         ({"name": "span_corruption", "rate": 0.0}, "encoder_decoder", {}, {},
-         "rate = 0.0, which must lie between 0 and 1"),
+         "data.objective.rate: 0.0 must be more than 0"),
         ({"name": "span_corruption", "mean_length": 0.0}, "encoder_decoder", {}, {},
-         "mean_length = 0.0; a span has at least 1 token"),
+         "data.objective.mean_length: 0.0 is too small; at least 1"),
         ({"rate": 0.3}, "encoder", {}, {}, "data.objective: unknown value ''"),
         ("causal_lm", "decoder", {"prefix_lm": True}, {},
          "model.prefix_lm: True, but data.objective 'causal_lm' defines no prefix"),
@@ -282,7 +282,9 @@ def test_invalid_objectives_raise(text, objective, family, model, data, message)
 
 
 def test_prefix_lm_requires_a_decoder():
-    with pytest.raises(UserError, match=r"model\.prefix_lm: True needs model\.family='decoder'"):
+    with pytest.raises(
+        UserError, match=r"model\.prefix_lm: True has no effect without .*family='decoder'"
+    ):
         small("encoder", prefix_lm=True)
 
 

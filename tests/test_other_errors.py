@@ -78,9 +78,9 @@ def user_error(message: str):
         ),
         (
             lambda: OptimizerConfig(decay_fraction=0.0),
-            r"optimizer.decay_fraction: 0.0 must lie in \(0, 1\]",
+            r"optimizer.decay_fraction: 0.0 must be more than 0",
         ),
-        (lambda: DecodingConfig(top_p=0.0), r"decoding.top_p: 0.0 must lie in \(0, 1\]"),
+        (lambda: DecodingConfig(top_p=0.0), r"decoding.top_p: 0.0 must be more than 0"),
         (
             lambda: load_experiment("experiments/smoke.py:arm"),
             r"'experiments/smoke.py' takes no argument and has no sweep\(\); leave out :arm",

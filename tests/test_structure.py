@@ -9,10 +9,10 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "transformer"
 
 ORDER = (
-    "version", "errors", "output", "checks", "files", "buckets", "claims", "registry", "mapping",
-    "model", "parallel", "convert", "data", "training", "decoding", "evaluation", "units",
-    "sweeps", "config", "config_io", "runs", "planning", "lab", "api", "harness", "verbs", "cli",
-    "__main__",
+    "version", "errors", "output", "limits", "checks", "files", "buckets", "claims", "registry",
+    "mapping", "model", "parallel", "convert", "data", "training", "decoding", "evaluation",
+    "units", "sweeps", "config", "config_io", "runs", "planning", "lab", "api", "harness", "verbs",
+    "cli", "__main__",
 )  # fmt: skip
 """The modules and packages of `transformer`. Each imports only itself and those before it."""
 

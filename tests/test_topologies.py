@@ -108,10 +108,13 @@ def test_attention_residuals_begin_as_a_mean():
             {"norm_placement": "keel", "layer_pattern": ({"feed_forward": "none"}, {})},
             "model.norm_placement: 'keel' needs the same number of sublayers in all layers",
         ),
-        ({"norm_placement": {"name": "mhc", "streams": 1}}, "streams: 1; at least 2"),
-        ({"norm_placement": {"name": "mhc", "iterations": 0}}, "iterations: 0; at least 1"),
+        ({"norm_placement": {"name": "mhc", "streams": 1}}, "streams: 1 is too small; at least 2"),
+        (
+            {"norm_placement": {"name": "mhc", "iterations": 0}},
+            "iterations: 0 is too small; at least 1",
+        ),
         ({"norm_placement": {"name": "mhc", "out_norm": True}}, "out_norm: True is not possible"),
-        ({"norm_placement": {"name": "mix_ln", "share": 1.5}}, "share: 1.5 must be between 0 and"),
+        ({"norm_placement": {"name": "mix_ln", "share": 1.5}}, "share: 1.5 must lie in"),
         ({"norm_placement": {"name": "attention_residuals", "block": 0}}, "block: 0 is too small"),
         (
             {"norm_placement": {"name": "hybrid_norm"}},

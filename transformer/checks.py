@@ -1,6 +1,7 @@
 """Validation that all configs share. Each error is one line with the field, the value and a fix.
 
-`@strict(section, effects)` turns a dataclass into a config. Other functions check single fields."""
+`@strict(section, effects)` turns a dataclass into a config. Annotated types limit the values of its
+fields (limits.py)."""
 
 import dataclasses
 import functools
@@ -8,7 +9,7 @@ import math
 import types
 import typing
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from flax.core import FrozenDict
@@ -16,54 +17,13 @@ from flax.core import FrozenDict
 from transformer.errors import UserError, nearest
 
 Choice = str | FrozenDict  # a name, or a mapping with `name` and the options of the named class
-LARGEST = 2**31 - 1  # the largest integer in a config: the maximum of int32
-type_hints = functools.cache(typing.get_type_hints)
+type_hints = functools.cache(functools.partial(typing.get_type_hints, include_extras=True))
 
 
 def one_of(field: str, value, names) -> None:
     """Raises UserError unless `value` is one of `names`."""
     if value not in names:
         raise UserError(f"{field}: unknown value {plain(value)!r}; {nearest(str(value), names)}")
-
-
-def at_least(section: str, config, minimum, *fields: str) -> None:
-    """Raises UserError unless these fields are finite, >= minimum and, if integers, <= LARGEST."""
-    too_small = f"is too small; at least {minimum}"
-    _check_numbers(section, config, fields, lambda value: value >= minimum, too_small)
-
-
-def positive(section: str, config, *fields: str) -> None:
-    """Raises UserError unless these fields are finite, > 0 and, if integers, <= LARGEST."""
-    _check_numbers(section, config, fields, lambda value: value > 0, "must be more than 0")
-
-
-def _check_numbers(section: str, config, fields, is_large_enough, too_small: str) -> None:
-    for field in fields:
-        value, problem = getattr(config, field), None
-        if not is_large_enough(value):  # also NaN
-            problem = too_small
-        elif not math.isfinite(value):
-            problem = "is not finite"
-        elif isinstance(value, int) and value > LARGEST:
-            problem = f"is too large; at most {LARGEST:,}"
-        if problem:
-            raise UserError(f"{section}.{field}: {value} {problem}")
-
-
-def at_most(section: str, config, maximum, **why: str) -> None:
-    """Raises UserError if a field of `config` exceeds `maximum`. `why` maps fields to reasons."""
-    for field, reason in why.items():
-        if (x := getattr(config, field)) > maximum:
-            raise UserError(f"{section}.{field}: {x:,} is too large; at most {maximum:,}: {reason}")
-
-
-def in_unit_interval(section: str, config, *fields: str) -> None:
-    """Raises UserError unless these fields of `config` lie in [0, 1)."""
-    for field in fields:
-        value = getattr(config, field)
-        if not 0 <= value < 1 or np.float32(value) == 1:
-            rounded = ", also in float32" if 0 <= value < 1 else ""
-            raise UserError(f"{section}.{field}: {value} must lie in [0, 1){rounded}")
 
 
 class Effect(typing.NamedTuple):
@@ -140,7 +100,13 @@ def strict(section: str, effects: tuple[Effect, ...] = ()):
 
 
 def coerce(value, kind, path: str):
-    """Converts `value` to the annotated type `kind`. Raises UserError if it does not fit."""
+    """Converts `value` to the annotated type `kind`. Raises UserError if it does not fit, or if it
+    exceeds the limits of an Annotated type. None has no limits."""
+    if typing.get_origin(kind) is Annotated:
+        value = coerce(value, kind.__origin__, path)
+        for limit in kind.__metadata__ if value is not None else ():
+            limit(path, value)
+        return value
     if isinstance(value, np.generic):
         value = value.item()
     _check_literal(value, path)

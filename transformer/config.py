@@ -4,12 +4,13 @@ Configs are validated when they are built. config_io.py reads experiments from f
 
 import dataclasses
 
-from transformer.checks import LARGEST, Choice, Effect, one_of, strict
+from transformer.checks import Choice, Effect, one_of, strict
 from transformer.data.config import DataConfig, TokenizerConfig
 from transformer.data.objectives.base import Objective
 from transformer.decoding.config import DecodingConfig
 from transformer.errors import UserError
 from transformer.evaluation.evaluators import EVALUATORS
+from transformer.limits import Count
 from transformer.model.config import ModelConfig
 from transformer.model.parametrizations.base import PARAMETRIZATIONS
 from transformer.parallel.config import MeshConfig
@@ -44,15 +45,13 @@ class Experiment:
     train: TrainConfig = TrainConfig()
     decoding: DecodingConfig = DecodingConfig()
     mesh: MeshConfig = MeshConfig()
-    seed: int = 0  # random seed of the parameters, dropout and the data order
+    seed: Count = 0  # random seed of the parameters, dropout and the data order
     # auto | cpu | gpu | tpu | accelerator. Training on any other platform raises an error.
     platform: str = "auto"
 
     def __post_init__(self):
         data, model, train, optimizer = self.data, self.model, self.train, self.optimizer
         one_of("platform", self.platform, ("auto", "cpu", "gpu", "tpu", "accelerator"))
-        if not 0 <= self.seed <= LARGEST:
-            raise UserError(f"seed: {self.seed} must lie between 0 and {LARGEST:,}")
         for field in ("length", "target_length"):
             if (length := getattr(data, field)) > model.max_length:
                 problem = f"{length} is longer than model.max_length = {model.max_length}"

@@ -9,8 +9,8 @@ import types
 from collections.abc import Mapping
 from typing import Any
 
-from transformer.checks import LARGEST
 from transformer.errors import UserError
+from transformer.limits import LARGEST
 from transformer.model.config_checks import MAX_LAYERS
 
 _MISSING = object()

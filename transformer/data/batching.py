@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import grain
 import numpy as np
 
-from transformer.checks import LARGEST
 from transformer.data.mixture import Turns
 from transformer.data.objectives.base import Segment, Sequences
 from transformer.errors import UserError
+from transformer.limits import LARGEST
 
 Batch = dict[str, np.ndarray]
 

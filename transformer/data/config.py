@@ -2,18 +2,20 @@
 
 import dataclasses
 import functools
-from typing import Protocol
+from typing import Annotated, Protocol
 
 from flax.core import FrozenDict
 
-from transformer.checks import Choice, Effect, at_least, one_of, positive, strict
+from transformer.checks import Choice, Effect, one_of, strict
 from transformer.data import corpora, mixture, probes
 from transformer.data.objectives import OBJECTIVES
 from transformer.errors import UserError
+from transformer.limits import POSITIVE, Count, NonNegative, Size, at_least, at_most
 from transformer.model.config import ModelConfig
 
 _HAS_FIELDS = ("tsv", "jsonl", "parquet", "arrayrecord", "huggingface")
 FORMATS = (*_HAS_FIELDS, "paired", "text", "documents", "probe", "prepared")
+_Id = Annotated[int, at_least(-1)]
 _TOKENIZER_EFFECTS = (
     Effect(("kind", "byte_fallback", "character_coverage", "max_sentences"),
            "data.tokenizer.path='', which trains a tokenizer", lambda c: not c.path),
@@ -34,22 +36,17 @@ class TokenizerConfig:
     # an existing SentencePiece .model, tokenizer.json (extra [hf]) or tokenizer.pair; "" trains one
     path: str = ""
     # id that fills a sequence after its end; -1, here and below: as the tokenizer's file defines
-    pad_id: int = -1
-    bos_id: int = -1  # begins a text, or the input of a decoder
-    eos_id: int = -1  # ends a text
-    source_bos_id: int = -1  # begins a source (BART); -1: none
+    pad_id: _Id = -1
+    bos_id: _Id = -1  # begins a text, or the input of a decoder
+    eos_id: _Id = -1  # ends a text
+    source_bos_id: _Id = -1  # begins a source (BART); -1: none
     byte_fallback: bool = True  # encode unknown characters as bytes, so that no text is lost
     # Share of the text's characters that get pieces. The others are encoded as bytes.
-    character_coverage: float = 0.9995
-    max_sentences: int = 1_000_000  # maximum number of lines to train the tokenizer on
+    character_coverage: Annotated[float, at_least(0.98), at_most(1)] = 0.9995
+    max_sentences: Size = 1_000_000  # maximum number of lines to train the tokenizer on
 
     def __post_init__(self):
         one_of("data.tokenizer.kind", self.kind, ("unigram", "bpe", "char", "word"))
-        at_least("data.tokenizer", self, 1, "max_sentences")
-        at_least("data.tokenizer", self, -1, "pad_id", "bos_id", "eos_id", "source_bos_id")
-        if not 0.98 <= self.character_coverage <= 1:  # SentencePiece's own bounds
-            value = f"data.tokenizer.character_coverage: {self.character_coverage}"
-            raise UserError(f"{value} must lie between 0.98 and 1")
 
     def at(self, path) -> "TokenizerConfig":
         """The same special tokens with the existing tokenizer at `path`."""
@@ -107,24 +104,25 @@ class DataConfig:
     # above and below in which it differs (data/mixture.py).
     mixture: tuple[FrozenDict, ...] = ()
     # Weights of the sources are (training tokens)^(1 / temperature); 0: each has its own `weight`
-    mixture_temperature: float = 0.0
+    mixture_temperature: NonNegative = 0.0
     # causal_lm | seq2seq | prefix_lm | masked_lm | span_corruption | ul2 | classification |
     # tagging | extractive_qa, or dict(name=...).
     objective: Choice = "causal_lm"
-    length: int = 128  # tokens in a sequence; encoder-decoder: in a sequence of the encoder
-    target_length: int = 0  # encoder-decoder: tokens in a sequence of the decoder; 0: `length`
+    # tokens in a sequence; encoder-decoder: in a sequence of the encoder
+    length: Annotated[int, at_least(2)] = 128
+    target_length: Count = 0  # encoder-decoder: tokens in a sequence of the decoder; 0: `length`
     # sequences of `length` tokens in a batch; shorter buckets have more, of as many tokens in all
-    batch_size: int = 32
+    batch_size: Size = 32
     packing: bool = True  # put several documents into a sequence, separated by segment ids
     # with packing=False: bucket lengths, increasing; the last is `length`
-    buckets: tuple[int, ...] = ()
+    buckets: tuple[Size, ...] = ()
     too_long: str = "drop"  # drop | cut examples that are too long; their number is reported
     # causal_lm: each held-out sequence repeats this many tokens of the one before, without loss
-    eval_overlap: int = 0
+    eval_overlap: Count = 0
     # Sources to hold out for each of valid and test, unless it has its own file: a number, or a
     # fraction below 0.5, which a hash selects alike in all texts of a mixture.
-    held_out: int | float = 1000
-    max_examples: int = 0  # maximum number of training examples; 0: all
+    held_out: Annotated[int | float, POSITIVE] = 1000
+    max_examples: Count = 0  # maximum number of training examples; 0: all
     tokenizer: TokenizerConfig = TokenizerConfig()  # trained on the text, or an existing file
 
     def __post_init__(self):
@@ -139,13 +137,8 @@ class DataConfig:
         if self.mixture:
             self._check_mixture()
         one_of("data.too_long", self.too_long, ("drop", "cut"))
-        at_least("data", self, 2, "length")
-        at_least("data", self, 1, "batch_size")
-        if isinstance(self.held_out, int):
-            at_least("data", self, 1, "held_out")
-        elif not 0 < self.held_out < 0.5:
+        if isinstance(self.held_out, float) and self.held_out >= 0.5:
             raise UserError(f"data.held_out: {self.held_out} is not a fraction between 0 and 0.5")
-        at_least("data", self, 0, "max_examples", "eval_overlap", "target_length")
         if self.eval_overlap >= self.length:
             limit = f"must be less than data.length = {self.length}"
             raise UserError(f"data.eval_overlap: {self.eval_overlap} {limit}")
@@ -158,8 +151,6 @@ class DataConfig:
         if self.buckets and self.format == "prepared":
             raise UserError("data.buckets: prepared sequences have one length; leave it out")
         if self.buckets:
-            if min(self.buckets) < 1:
-                raise UserError(f"data.buckets: {self.buckets}; a sequence has at least 1 token")
             if self.packing:
                 raise UserError("data.buckets: text is packed or bucketed; set data.packing=False")
             widths = f"data.buckets: {self.buckets}"
@@ -169,8 +160,6 @@ class DataConfig:
                 raise UserError(f"{widths} must increase and end in data.length = {self.length}")
 
     def _check_mixture(self) -> None:
-        if self.mixture_temperature:
-            positive("data", self, "mixture_temperature")
         if set_here := [f for f in ("corpus", "train", "valid", "test") if getattr(self, f)]:
             problem = "each source of data.mixture names its own text"
             raise UserError(f"data.{set_here[0]}: {problem}; leave it out")

@@ -8,8 +8,9 @@ import re
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 
-from transformer.checks import at_least, strict
+from transformer.checks import strict
 from transformer.errors import UserError, nearest
+from transformer.limits import NonNegative
 
 OWN_FIELDS = ("name", "weight", "max_epochs")
 """Fields of an entry that belong to the mixture. All others replace fields of `data`."""
@@ -30,13 +31,12 @@ class Source:
     # Share of the sequences, relative to those of the other sources, or ((step, weight), ...): each
     # weight applies from its step on, the first from step 0. None: set by the temperature.
     weight: float | tuple[tuple[float, ...], ...] | None = None
-    max_epochs: float = 0.0  # how often a run may read the source; 0: no limit
+    max_epochs: NonNegative = 0.0  # how often a run may read the source; 0: no limit
 
     def __post_init__(self):
         if not re.fullmatch(r"[\w.-]+", self.name):
             allowed = "letters, digits, '.', '-' and '_'"
             raise UserError(f"data.mixture.name: {self.name!r} must consist of {allowed}")
-        at_least("data.mixture", self, 0, "max_epochs")
         are_pairs = all(len(pair) == 2 for pair in self.phases)
         steps, weights = zip(*self.phases, strict=True) if are_pairs and self.phases else ((), ())
         in_order = list(steps) == sorted(set(steps)) and all(map(float.is_integer, steps))

@@ -92,7 +92,7 @@ def beam_search(
     Missing hypotheses have a score of -1e9. If no hypothesis of a sequence has ended within its
     limit, its live ones are returned, scored in the same way. `beam_size` is K. `alpha` is the
     exponent of the length penalty (0: none; higher: longer texts). Otherwise as in `sample`."""
-    check_numbers("", max_new=max_new, beam_size=beam_size, alpha=alpha)
+    check_numbers(max_new=max_new, beam_size=beam_size, alpha=alpha)
     inputs = prompt_BxP, limits_B, max_new, source_BxS, prompt_mask_BxP, source_mask_BxS
     logits_BxV, memory, read = begin(model, params, *inputs)
     ending = Ending.of(model.config, eos_id, pad_id, suppress_tokens)

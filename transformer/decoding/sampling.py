@@ -46,7 +46,7 @@ def sample(
 
     Raises UserError (a ValueError) without eos or one key per sequence, and for ids outside the
     vocabulary, prompts padded on the right, too many tokens, and what `DecodingConfig` refuses."""
-    check_numbers("", max_new=max_new, temperature=temperature, top_k=top_k, top_p=top_p)
+    check_numbers(max_new=max_new, temperature=temperature, top_k=top_k, top_p=top_p)
     inputs = source_BxS, prompt_mask_BxP, source_mask_BxS
     logits_BxV, memory, read = begin(model, params, prompt_BxP, limits_B, max_new, *inputs)
     ending = Ending.of(model.config, eos_id, pad_id, suppress_tokens)

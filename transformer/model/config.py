@@ -4,10 +4,12 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
+from typing import Annotated
 
 from flax.core import FrozenDict
 
 from transformer.checks import Choice, strict
+from transformer.limits import POSITIVE, Count, NonNegative, Positive, Rate, Size, at_least, at_most
 from transformer.model import positions, special_tokens
 from transformer.model.config_checks import check
 from transformer.model.effects import EFFECTS, mixer_reads
@@ -17,6 +19,9 @@ from transformer.model.norms import Norm
 from transformer.model.parametrizations.base import NONE, PARAMETRIZATIONS
 from transformer.model.placements.base import PLACEMENTS, Placement
 
+_Cap = Annotated[float, at_least(0), at_most(10**9, "above it, nothing is capped")]
+_Dropout = Annotated[Rate, at_most(0.9999, "almost nothing would be kept")]
+
 
 @strict("model", EFFECTS)
 @dataclasses.dataclass(frozen=True)
@@ -24,21 +29,21 @@ class ModelConfig:
     """The config of a model of any family. Field names follow the papers."""
 
     family: str  # encoder | decoder | encoder_decoder
-    vocab_size: int  # number of token ids
-    d_model: int = 512  # width of the residual stream
-    d_ff: int = 0  # width of the feed-forward; 0: 4 d_model
-    num_heads: int = 8  # number of query heads
-    num_kv_heads: int = 0  # key/value heads; 0: num_heads; 1: multi-query; others: grouped-query
-    d_head: int = 0  # size of each head's queries and keys; 0: d_model / num_heads
-    d_value: int = 0  # size of each head's values; 0: d_head
+    vocab_size: Size  # number of token ids
+    d_model: Size = 512  # width of the residual stream
+    d_ff: Count = 0  # width of the feed-forward; 0: 4 d_model
+    num_heads: Size = 8  # number of query heads
+    num_kv_heads: Count = 0  # key/value heads; 0: num_heads; 1: multi-query; others: grouped-query
+    d_head: Count = 0  # size of each head's queries and keys; 0: d_model / num_heads
+    d_value: Count = 0  # size of each head's values; 0: d_head
     num_encoder_layers: int = 6  # layers of the encoder
     num_decoder_layers: int = 6  # layers of the decoder
-    max_length: int = 512  # longest source or target sequence, in tokens
+    max_length: Size = 512  # longest source or target sequence, in tokens
     # encoder_decoder: sizes of the encoder that differ from the decoder's, such as dict(d_ff=512),
     # or a layer_pattern of windows
     encoder: FrozenDict = NONE
-    d_embedding: int = 0  # embedding width, projected to d_model (ALBERT, OPT-350m); 0: d_model
-    token_types: int = 0  # number of token types (BERT has two), each with an embedding; 0: none
+    d_embedding: Count = 0  # embedding width, projected to d_model (ALBERT, OPT-350m); 0: d_model
+    token_types: Count = 0  # number of token types (BERT has two), each with an embedding; 0: none
 
     mixer: Choice = "attention"  # a token mixer of model/mixers/, or dict(name=..., options)
     # A scheme of model/positions/ (docs/position_schemes.md), or dict(name=..., options).
@@ -46,7 +51,7 @@ class ModelConfig:
     # A scheme of distances between target and source, in each cross-attention; none: no positions.
     cross_position: Choice = "none"
     # Train at sorted random positions below this bound (Ruoss et al. 2023). 0: at 0, 1, 2, ...
-    random_positions: int = 0
+    random_positions: Count = 0
     # overrides of mixer, position, window, feed_forward and norm_placement for layers in turn
     layer_pattern: tuple[FrozenDict, ...] = ()
     # pre | post | peri | res_post | deepnorm | none | rezero, a topology such as mhc or resi_dual
@@ -57,7 +62,7 @@ class ModelConfig:
     norm_offset: bool = True  # norms have a learned offset (not rmsnorm)
     # The gain is 1 + w; w starts at 0, and weight decay pulls it to 0 (Gemma).
     norm_zero_centered: bool = False
-    norm_epsilon: float = 1e-6  # added to the variance (layernorm) or mean square (rmsnorm)
+    norm_epsilon: Positive = 1e-6  # added to the variance (layernorm) or mean square (rmsnorm)
     embedding_norm: bool = False  # normalize the sum of embeddings and positions
     first_norm: bool = True  # False: the first sublayer of a stack has no in_norm (ModernBERT)
     parallel: bool = False  # x + attention(norm(x)) + ff(norm(x)) in each layer (GPT-J, GPT-NeoX)
@@ -67,7 +72,7 @@ class ModelConfig:
     activation: str = "relu"  # relu | gelu | gelu_tanh | quick_gelu | silu | relu_squared | linear
     glu: bool = False  # a gated feed-forward: act(x W_gate) * (x W_in) before the output matrix
     # c in act(min(g, c)) * (clip(h, -c, c) + 1); g = x W_gate and h = x W_in (GPT-OSS). 0: off
-    glu_limit: float = 0.0
+    glu_limit: _Cap = 0.0
     use_bias: bool = True  # biases in all projections, unless the next two fields override it
     attention_bias: bool | None = None  # biases in attention's four projections; None: use_bias
     qkv_bias: bool | None = None  # biases of queries, keys, values (Qwen 2); None: attention_bias
@@ -77,10 +82,11 @@ class ModelConfig:
     # dot: q . k | bilinear: q M k with a matrix for each head, initially the identity (Luong et al.
     # 2015) | additive: v . tanh(q + k) with a vector for each head (Bahdanau et al. 2015).
     attention_score: str = "dot"
-    attention_scale: float | None = None  # multiplies query-key products; None: 1 / sqrt(d_head)
+    # multiplies query-key products; None: 1 / sqrt(d_head)
+    attention_scale: Annotated[float | None, POSITIVE] = None
     # Divide the queries of self-attention by the layer's number, from 1 on (an option of GPT-2).
     attention_layer_scale: bool = False
-    attention_soft_cap: float = 0.0  # c in c tanh(logits / c), for attention (Gemma 2); 0: off
+    attention_soft_cap: _Cap = 0.0  # c in c tanh(logits / c), for attention (Gemma 2); 0: off
     # Added to logits of masked keys, such as -1e9, in backend "reference". 0: weights of exactly 0.
     attention_mask_value: float = 0.0
     # A learned logit per head that takes attention weight without contributing a value (GPT-OSS).
@@ -96,7 +102,7 @@ class ModelConfig:
     causal: bool = True
     # In a decoder, tokens of a prefix attend to each other in both directions (Raffel et al. 2020).
     prefix_lm: bool = False
-    window: int = 0  # attend to keys fewer than this many positions away; 0: to all keys
+    window: Count = 0  # attend to keys fewer than this many positions away; 0: to all keys
     # auto | reference | blockwise | ring | flash (TPU, GPU). A backend that does not support the
     # inputs is replaced by another, and the reason is recorded.
     attention_backend: str = "auto"
@@ -104,8 +110,8 @@ class ModelConfig:
     tie_embeddings: bool = True  # the unembedding is the (target) embedding table, transposed
     share_embeddings: bool = True  # encoder_decoder: source and target share one embedding table
     logit_bias: bool = False  # the unembedding has a bias
-    logit_scale: float = 1.0  # multiplies the last hidden state (T5: d_model^-0.5)
-    logit_soft_cap: float = 0.0  # c in c tanh(logits / c), for the vocabulary (Gemma 2); 0: off
+    logit_scale: Positive = 1.0  # multiplies the last hidden state (T5: d_model^-0.5)
+    logit_soft_cap: _Cap = 0.0  # c in c tanh(logits / c), for the vocabulary (Gemma 2); 0: off
     # Apply norm(act(h W + b)) before the unembedding (BERT's masked-language-model head).
     head_transform: bool = False
     # Compute vocabulary logits. Optional in encoders, and in decoders with labels or a pooler.
@@ -114,17 +120,17 @@ class ModelConfig:
     # token, a logit of being the first and one of being the last of a span (extractive_qa).
     pooling: str = "none"
     pooler: bool = False  # apply tanh(h W + b) to the pooled hidden state (BERT)
-    num_labels: int = 0  # outputs of the classifier; 0: no classifier
+    num_labels: Count = 0  # outputs of the classifier; 0: no classifier
     label_bias: bool = True  # the classifier has a bias
     embedding_scale: bool = False  # multiply embeddings by sqrt(d_model)
 
-    dropout: float = 0.0  # rate on sublayers' outputs and on the sum of embeddings and positions
-    attention_dropout: float = 0.0  # dropout rate of the attention weights
-    activation_dropout: float = 0.0  # dropout rate inside the feed-forward
+    dropout: _Dropout = 0.0  # rate on sublayers' outputs and on the sum of embeddings and positions
+    attention_dropout: _Dropout = 0.0  # dropout rate of the attention weights
+    activation_dropout: _Dropout = 0.0  # dropout rate inside the feed-forward
 
     initializer: str = "xavier_uniform"  # xavier_uniform | lecun_normal | normal
-    init_std: float = 0.02  # standard deviation of the initializer "normal"
-    embedding_init_std: float = 0.0  # standard deviation of embeddings; 0: 1 / sqrt(d_model)
+    init_std: Positive = 0.02  # standard deviation of the initializer "normal"
+    embedding_init_std: NonNegative = 0.0  # standard deviation of embeddings; 0: 1 / sqrt(d_model)
     # Divide the initial W_O and feed-forward output matrix by sqrt(number of sublayers) (GPT-2).
     residual_init_scale: bool = False
     # How initial values, learning rates and multipliers depend on the model's size: standard | mup
@@ -132,9 +138,9 @@ class ModelConfig:
     parametrization: Choice = "standard"
 
     scan_layers: bool = True  # compile one layer and scan over layers; False: unroll them
-    pipeline_microbatches: int = 0  # micro-batches per batch over mesh.stage; 0: one per stage
+    pipeline_microbatches: Count = 0  # micro-batches per batch over mesh.stage; 0: one per stage
     # Passes of a micro-batch through all stages. Layers are stacked [rounds, layers / rounds].
-    pipeline_rounds: int = 1
+    pipeline_rounds: Size = 1
     # none: keep all activations; dots: keep products with weight matrices; full: keep only each
     # layer's input. The backward pass recomputes the rest.
     remat: str = "none"

@@ -5,7 +5,7 @@ import dataclasses
 from flax.core import FrozenDict
 
 from transformer import checks
-from transformer.checks import at_least, at_most, in_unit_interval, one_of, plain, positive
+from transformer.checks import one_of, plain
 from transformer.errors import UserError, nearest
 from transformer.model import positions
 from transformer.model.activations import ACTIVATIONS
@@ -27,12 +27,6 @@ ENCODER_FIELDS = (
 )  # fmt: skip
 """The fields that `encoder` may set."""
 
-_NOT_NEGATIVE = (
-    "d_ff", "d_head", "d_value", "d_embedding", "token_types", "num_labels", "num_kv_heads",
-    "embedding_init_std", "random_positions", "window", "attention_soft_cap", "logit_soft_cap",
-    "glu_limit", "pipeline_microbatches",
-)  # fmt: skip
-
 
 def check(config) -> None:
     """Raises UserError for an invalid ModelConfig. The message names the field and the remedy."""
@@ -47,17 +41,6 @@ def check(config) -> None:
 
 def _check_values(config) -> None:
     one_of("model.family", config.family, ("encoder", "decoder", "encoder_decoder"))
-    at_least("model", config, 1, "vocab_size", "d_model", "num_heads", "max_length")
-    at_least("model", config, 0, *_NOT_NEGATIVE)
-    at_least("model", config, 1, "pipeline_rounds")
-    why = "above it, nothing is capped"
-    at_most("model", config, 10**9, attention_soft_cap=why, logit_soft_cap=why, glu_limit=why)
-    positive("model", config, "norm_epsilon", "init_std", "logit_scale")
-    if config.attention_scale is not None:
-        positive("model", config, "attention_scale")
-    dropouts = ("dropout", "attention_dropout", "activation_dropout")
-    in_unit_interval("model", config, *dropouts)
-    at_most("model", config, 0.9999, **dict.fromkeys(dropouts, "almost nothing would be kept"))
     for field, names in {
         "norm": NORMS, "activation": ACTIVATIONS, "initializer": INITIALIZERS,
         "remat": ("none", "dots", "full"), "pooling": ("none", "span", "cls", "mean", "last"),

@@ -61,7 +61,7 @@ EFFECTS = (
     Effect(("num_decoder_layers",), "a decoder (model.family)", lambda c: "decoder" in c.sides),
     Effect(("token_types",), "an encoder alone: model.family='encoder'",
            lambda c: c.family == "encoder"),
-    Effect(("prefix_lm",), "a decoder alone: model.family='decoder'",
+    Effect(("prefix_lm",), "a decoder-only model: model.family='decoder'",
            lambda c: c.family == "decoder"),
     Effect(("causal",), "a decoder, and model.prefix_lm=False",
            lambda c: "decoder" in c.sides and not c.prefix_lm),

@@ -2,13 +2,13 @@
 
 import dataclasses
 import itertools
-from typing import Protocol
+from typing import Annotated, Protocol
 
-from transformer import checks
-from transformer.checks import Choice, Effect, at_least, at_most, in_unit_interval, one_of, strict
+from transformer.checks import Choice, Effect, one_of, strict
 from transformer.data.config import Task
 from transformer.data.objectives.base import Objective
 from transformer.errors import UserError
+from transformer.limits import POSITIVE, Count, NonNegative, Positive, Rate, Size, at_least, at_most
 from transformer.parallel.config import MeshConfig
 from transformer.training.optimizers.base import OPTIMIZERS, Optimizer
 
@@ -47,33 +47,29 @@ class OptimizerConfig:
     """The update rule and its learning rate, which depends only on the step."""
 
     name: Choice = "adamw"  # adamw | muon | adafactor | lion | sgd, or dict(name=...)
-    learning_rate: float = 1e-3  # peak learning rate
+    learning_rate: NonNegative = 1e-3  # peak learning rate
     schedule: str = "cosine"  # inverse_sqrt | cosine | linear | wsd | constant
-    warmup_steps: int = 1000  # steps of linear warm-up from 0
-    decay_fraction: float = 0.2  # wsd: fraction of all steps, at the end, in which the rate decays
+    warmup_steps: Count = 1000  # steps of linear warm-up from 0
+    # wsd: fraction of all steps, at the end, in which the rate decays
+    decay_fraction: Annotated[float, POSITIVE, at_most(1)] = 0.2
     # wsd: steps, before the last, at which earlier decays end. The run is evaluated there, and the
     # rate returns to its peak (WSD-S; Wen et al. 2024).
     decay_ends: tuple[int, ...] = ()
-    final_fraction: float = 0.0  # cosine, linear, wsd: final rate / peak rate
-    b1: float = 0.9  # decay of the first moment
-    b2: float = 0.98  # decay of the second moment
-    epsilon: float = 1e-9  # added to the denominator
-    momentum: float = 0.9  # decay of the sum (sgd) or mean (muon) of gradients
-    weight_decay: float = 0.0  # decoupled; not for norms, biases, position tables and gates
-    clip_norm: float = 0.0  # maximum global norm of the gradient; 0: off
+    # cosine, linear, wsd: final rate / peak rate
+    final_fraction: Annotated[float, at_least(0), at_most(1)] = 0.0
+    b1: Rate = 0.9  # decay of the first moment
+    b2: Rate = 0.98  # decay of the second moment
+    epsilon: Positive = 1e-9  # added to the denominator
+    momentum: Rate = 0.9  # decay of the sum (sgd) or mean (muon) of gradients
+    # decoupled; not for norms, biases, position tables and gates
+    weight_decay: NonNegative = 0.0
+    # maximum global norm of the gradient; 0: off
+    clip_norm: Annotated[NonNegative, at_most(10**9, "above it, nothing is clipped")] = 0.0
 
     def __post_init__(self):
         OPTIMIZERS.build(self.name)
         schedules = ("inverse_sqrt", "cosine", "linear", "wsd", "constant")
         one_of("optimizer.schedule", self.schedule, schedules)
-        at_least("optimizer", self, 0, "learning_rate", "warmup_steps", "weight_decay", "clip_norm")
-        if not 0 <= self.final_fraction <= 1:
-            raise UserError(f"optimizer.final_fraction: {self.final_fraction} must lie in [0, 1]")
-        at_most("optimizer", self, 10**9, clip_norm="above it, no gradient is clipped")
-        checks.positive("optimizer", self, "epsilon")
-        in_unit_interval("optimizer", self, "b1", "b2", "momentum")
-        if not 0 < self.decay_fraction <= 1:
-            raise UserError(f"optimizer.decay_fraction: {self.decay_fraction} must lie in (0, 1]")
         if any(b <= a for a, b in itertools.pairwise((self.warmup_steps, *self.decay_ends))):
             first = f"after warmup_steps = {self.warmup_steps}"
             raise UserError(f"optimizer.decay_ends: {self.decay_ends} must increase, {first}")
@@ -92,13 +88,13 @@ class OptimizerConfig:
 class TrainConfig:
     """The training loop: duration, loss, evaluation, checkpoints and logs."""
 
-    steps: int = 1000  # updates of the parameters
-    label_smoothing: float = 0.0  # probability mass of a target that is spread over the vocabulary
-    z_loss: float = 0.0  # weight of (log Z)^2, which keeps the logits from drifting
+    steps: Size = 1000  # updates of the parameters
+    label_smoothing: Rate = 0.0  # probability mass of a target that is spread over the vocabulary
+    z_loss: NonNegative = 0.0  # weight of (log Z)^2, which keeps the logits from drifting
     # Micro-batches per step. More of them need less memory; only dropout masks differ.
-    accumulate: int = 1
-    ema_decay: float = 0.0  # moving average of the parameters, used for evaluation; 0: off
-    average_checkpoints: int = 0  # evaluate the mean of the last n checkpoints; 0: only the last
+    accumulate: Size = 1
+    ema_decay: Rate = 0.0  # moving average of the parameters, used for evaluation; 0: off
+    average_checkpoints: Count = 0  # evaluate the mean of the last n checkpoints; 0: only the last
     init_from: str = ""  # initialize from a run or from a Hugging Face directory (extra [hf])
     init_new: tuple[str, ...] = ()  # parameters of this model to initialize anew: ("classifier/*",)
     init_drop: tuple[str, ...] = ()  # parameters of init_from to ignore: ("unembedding/*",)
@@ -107,26 +103,22 @@ class TrainConfig:
     init_kv_heads: str = "same"
     # what a decoder lacks in an encoder-decoder: same (refused) | decoder: copied ("T5Gemma", 2025)
     init_encoder: str = "same"
-    log_every: int = 50  # steps between log lines
-    eval_every: int = 0  # steps between evaluations; 0: only at the end
-    eval_batches: int = 0  # validation batches in each evaluation during training; 0: all
+    log_every: Size = 50  # steps between log lines
+    eval_every: Count = 0  # steps between evaluations; 0: only at the end
+    eval_batches: Count = 0  # validation batches in each evaluation during training; 0: all
     # loss_by_position | depth_profile | attention | ... (evaluation/evaluators/), or dict(name=...)
     evaluators: tuple[Choice, ...] = ()
-    checkpoint_every: int = 0  # steps between checkpoints; 0: only at the end
-    keep_checkpoints: int = 2  # number of checkpoints to keep; older ones are deleted
+    checkpoint_every: Count = 0  # steps between checkpoints; 0: only at the end
+    keep_checkpoints: Size = 2  # number of checkpoints to keep; older ones are deleted
     strict_checkpoints: bool = False  # if the newest checkpoint is damaged, raise an error
     tensorboard: bool = True  # also write metrics for TensorBoard
     wandb: str = ""  # a Weights & Biases project; "": off
     # Seconds after which a step counts as hung, and the process ends with all stacks; 0: ten median
     # steps, at least 300. Compilation, evaluations and checkpoints do not count.
-    step_deadline: float = 0.0
-    profile: int = 0  # trace this many steps, after the 10th, into the run directory; 0: off
+    step_deadline: NonNegative = 0.0
+    profile: Count = 0  # trace this many steps, after the 10th, into the run directory; 0: off
 
     def __post_init__(self):
-        at_least("train", self, 1, "steps", "accumulate", "log_every", "keep_checkpoints")
-        counts = ("eval_every", "eval_batches", "checkpoint_every", "average_checkpoints")
-        at_least("train", self, 0, *counts, "z_loss", "profile", "step_deadline")
-        in_unit_interval("train", self, "label_smoothing", "ema_decay")
         one_of("train.init_positions", self.init_positions, ("same", "extend", "interpolate"))
         one_of("train.init_kv_heads", self.init_kv_heads, ("same", "mean"))
         one_of("train.init_encoder", self.init_encoder, ("same", "decoder"))

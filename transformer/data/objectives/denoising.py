@@ -1,12 +1,13 @@
 """Span corruption (Raffel et al. 2020, T5) and its mixtures (Tay et al. 2023, UL2)."""
 
 import dataclasses
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
 
 from transformer.data.objectives.base import Objective, Spans, given, register
 from transformer.data.objectives.language_model import check_prefix
+from transformer.limits import POSITIVE, Rate, at_least
 
 
 class Denoiser(NamedTuple):
@@ -85,8 +86,6 @@ class _Denoising(Objective):
     def check(self, task):
         if problem := check_prefix(task):
             return problem
-        if any(not 0 < d.rate < 1 for d in self.denoisers):
-            return f"has rate = {self.rate}, which must lie between 0 and 1"
         size = self.piece(task)
         if size < 2:
             return f"does not fit into data.length = {task.data.length}; increase data.length"
@@ -138,14 +137,9 @@ class SpanCorruption(_Denoising):
     concatenated and cut into pieces as long as `data.length` and `data.target_length` allow. A
     decoder-only model reads the corrupted text as a prefix."""
 
-    rate: float = 0.15
-    mean_length: float = 3.0
+    rate: Annotated[Rate, POSITIVE] = 0.15
+    mean_length: Annotated[float, at_least(1)] = 3.0
     sentinels: int = 100
-
-    def check(self, task):
-        if self.mean_length < 1:
-            return f"has mean_length = {self.mean_length}; a span has at least 1 token"
-        return super().check(task)
 
     @property
     def denoisers(self):

@@ -1,12 +1,14 @@
 """Masked language modeling, with and without next-sentence prediction (Devlin et al. 2019)."""
 
 import dataclasses
+from typing import Annotated
 
 import numpy as np
 
 from transformer.data.objectives import OBJECTIVES
 from transformer.data.objectives.base import Draw, Objective, Segment, Spans, pack, parts
 from transformer.errors import UserError
+from transformer.limits import POSITIVE, Rate
 
 
 @OBJECTIVES.register("masked_lm")
@@ -24,7 +26,7 @@ class MaskedLM(Objective):
     bos, A, eos, B, eos. B is the part that follows A (label 0) or, half of the time, a part of
     another text (label 1). Token types 0 and 1 mark A and B. Texts of one part are only B."""
 
-    rate: float = 0.15
+    rate: Annotated[Rate, POSITIVE] = 0.15
     mask: float = 0.8
     random: float = 0.1
     whole_words: bool = False
@@ -46,8 +48,6 @@ class MaskedLM(Objective):
 
     def check(self, task):
         model = task.model
-        if not 0 < self.rate < 1:
-            return f"has rate = {self.rate}, which must lie between 0 and 1"
         if not (self.mask >= 0 and self.random >= 0 and self.mask + self.random <= 1):
             limits = "which must not be negative or add up to more than 1"
             return f"has mask = {self.mask} and random = {self.random}, {limits}"

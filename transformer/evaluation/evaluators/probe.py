@@ -5,12 +5,12 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 
-from transformer.checks import at_least
 from transformer.data import probes
 from transformer.data.store import Texts
 from transformer.errors import look_up
 from transformer.evaluation.evaluators.base import EVALUATORS, Evaluator, Metrics, Snapshot, Subject
 from transformer.evaluation.losses import reading
+from transformer.limits import Size
 from transformer.output import count
 
 
@@ -21,15 +21,12 @@ class Probe(Evaluator):
     Draws separate examples of each length. Short questions are few; they occur in training, too."""
 
     task: str = ""  # "": the task of data.train
-    lengths: tuple[int, ...] = ()  # (): the longest length of data.train, times 1, 2 and 4
-    examples: int = 256  # per length
+    lengths: tuple[Size, ...] = ()  # (): the longest length of data.train, times 1, 2 and 4
+    examples: Size = 256  # per length
 
     def __post_init__(self):
-        at_least("train.evaluators", self, 1, "examples")
         if self.task:
             look_up(probes.TASKS, self.task, "train.evaluators: probe: task")
-        if not all(isinstance(length, int) and length > 0 for length in self.lengths):
-            raise self.error(f"lengths: {self.lengths} must be positive whole numbers")
 
     def why_not(self, task):
         if not task.objective.has_pairs:

@@ -6,11 +6,11 @@ import re
 
 import numpy as np
 
-from transformer.checks import at_least
 from transformer.errors import nearest
 from transformer.evaluation import losses
 from transformer.evaluation.evaluators.base import EVALUATORS, NEEDS_TOKENS, Evaluator
 from transformer.evaluation.subject import Metrics, Snapshot, Subject
+from transformer.limits import Count, Size
 from transformer.mapping import apply_overrides
 
 
@@ -24,13 +24,11 @@ class Extrapolation(Evaluator):
     in_training = False
     metric_prefixes = ("extrapolation_sliding", "context")
 
-    times: int = 16  # a power of two
-    tokens: int = 65536  # per length, from the start of the text; 0: all
+    times: Size = 16  # a power of two
+    tokens: Count = 65536  # per length, from the start of the text; 0: all
     sliding: bool = True
 
     def __post_init__(self):
-        at_least("train.evaluators", self, 1, "times")
-        at_least("train.evaluators", self, 0, "tokens")
         if self.times & (self.times - 1):
             raise self.error(f"times: {self.times} must be a power of two")
         if self.times == 1 and not self.sliding:
@@ -83,10 +81,7 @@ class Extrapolation(Evaluator):
 class LossByPosition(Evaluator):
     """Loss by position in the sequence, in `parts` equal parts. It shows the value of context."""
 
-    parts: int = 8
-
-    def __post_init__(self):
-        at_least("train.evaluators", self, 1, "parts")
+    parts: Size = 8
 
     def why_not(self, task):
         return None if task.objective.predicts_tokens else NEEDS_TOKENS

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 
 import sacrebleu
 
-from transformer.checks import at_least
 from transformer.data.sources import Example
 from transformer.decoding.generate import Generator
 from transformer.evaluation.evaluators.base import EVALUATORS, Evaluator, Metrics, Snapshot, Subject
+from transformer.limits import Count, Size
 from transformer.output import count
 
 
@@ -54,12 +54,8 @@ class Translation(_OfPairs):
 
     Decodes as `config.decoding` sets. Does nothing in `evaluate`, which translates all the text."""
 
-    sentences: int = 100  # validation sentences to translate
-    samples: int = 3  # translations to record as text
-
-    def __post_init__(self):
-        at_least("train.evaluators", self, 1, "sentences")
-        at_least("train.evaluators", self, 0, "samples")
+    sentences: Size = 100  # validation sentences to translate
+    samples: Count = 3  # translations to record as text
 
     def measured_text(self, task):
         return count(self.sentences, "sentence")
@@ -92,10 +88,7 @@ class BleuByLength(_OfPairs):
 
     in_training = False
 
-    words: int = 5  # width of each group of lengths
-
-    def __post_init__(self):
-        at_least("train.evaluators", self, 1, "words")
+    words: Size = 5  # width of each group of lengths
 
     def measure(self, subject: Subject, snapshot: Snapshot) -> Metrics:
         """Yields bleu_by_length/WORDS: BLEU of sources with WORDS to WORDS + `words` - 1

@@ -26,14 +26,16 @@ and O outputs of a matrix, G groups of rows."""
 import functools
 import math
 from collections.abc import Callable
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn, struct
 from jax.sharding import PartitionSpec as P
 
-from transformer.checks import at_least, at_most, one_of
+from transformer.checks import one_of
 from transformer.errors import UserError
+from transformer.limits import Count, NonNegative, Size, at_most
 from transformer.model.activations import ACTIVATIONS, gated
 from transformer.model.config import ModelConfig
 from transformer.model.dropout import drop
@@ -59,26 +61,23 @@ MAX_EXPERTS = 4096  # the largest `num_experts`. Each makes tracing and compilin
 class Mixture(FeedForward):
     """A mixture of experts, each a feed-forward of `d_ff`."""
 
-    num_experts: int = 8
-    top_k: int = 2  # experts per token
-    capacity_factor: float = 0.0  # slots per expert, as a multiple of an even share; 0: dropless
-    shared: int = 0  # experts that all tokens use, as one feed-forward of shared * d_ff (DeepSeek)
+    num_experts: Annotated[Size, at_most(MAX_EXPERTS, "published models have up to 2,048")] = 8
+    top_k: Size = 2  # experts per token
+    # slots per expert, as a multiple of an even share; 0: dropless
+    capacity_factor: NonNegative = 0.0
+    # experts that all tokens use, as one feed-forward of shared * d_ff (DeepSeek)
+    shared: Annotated[Count, at_most(MAX_EXPERTS, "published models have 1 or 2")] = 0
     score: str = "softmax"  # softmax | sigmoid: router scores
     normalize: bool = True  # normalize a token's K weights to sum to 1 (Mixtral; False: Switch)
-    load_balance: float = 0.01  # weight of the load-balancing loss (Fedus et al. 2022)
-    router_z_loss: float = 0.001  # weight of the loss on large router logits (Zoph et al. 2022)
+    load_balance: NonNegative = 0.01  # weight of the load-balancing loss (Fedus et al. 2022)
+    # weight of the loss on large router logits (Zoph et al. 2022)
+    router_z_loss: NonNegative = 0.001
     router_use_bias: bool = False  # the router has a bias (GPT-OSS)
     # Step of biases that balance loads without a loss (DeepSeek-V3: 0.001). 0: no biases.
-    bias_rate: float = 0.0
+    bias_rate: NonNegative = 0.0
 
     def __post_init__(self):
-        section, few = "model.feed_forward", "published models have 1 or 2"
-        at_least(section, self, 1, "num_experts", "top_k")
-        numbers = "shared", "capacity_factor", "load_balance", "router_z_loss", "bias_rate"
-        at_least(section, self, 0, *numbers)
-        one_of(f"{section}.score", self.score, ("softmax", "sigmoid"))
-        largest = "the largest published model has 2,048 (Switch-C)"
-        at_most(section, self, MAX_EXPERTS, num_experts=largest, shared=few)
+        one_of("model.feed_forward.score", self.score, ("softmax", "sigmoid"))
         if self.top_k > self.num_experts:
             problem = f"{self.top_k} is more than num_experts = {self.num_experts}"
             way_out = "lower top_k or raise num_experts"

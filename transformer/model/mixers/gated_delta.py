@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from transformer.checks import at_least
+from transformer.limits import Size
 from transformer.model.initializers import declare
 from transformer.model.linear import Linear
 from transformer.model.masks import Tokens
@@ -45,12 +45,9 @@ class GatedDelta(Mixer):
     causal = True
     skips_padding = False  # the convolution reads adjacent positions
 
-    conv: int = 4  # tokens that the convolution reads, including the current one
+    conv: Size = 4  # tokens that the convolution reads, including the current one
     negative_eigenvalues: bool = False  # b in (0, 2) instead of (0, 1) (Grazzi et al. 2024)
-    chunk: int = 64  # tokens that are computed at once; does not affect results
-
-    def __post_init__(self):
-        at_least("model.mixer", self, 1, "conv", "chunk")
+    chunk: Size = 64  # tokens that are computed at once; does not affect results
 
     def build(self, config, side, gain, out_gain):
         return functools.partial(GatedDeltaNet, config, self, side, gain, out_gain)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from transformer.checks import at_least
+from transformer.limits import Count
 from transformer.model.cache import empty_slots, extend
 from transformer.model.config import ModelConfig
 from transformer.model.linear import Kernel, Linear
@@ -46,12 +46,9 @@ class MLA(Mixer):
     hooks = frozenset({"embed", "rotate", "bias"})
     observes = frozenset({"heads", "maps"})
 
-    kv_rank: int = 0  # size of c; 0: 4 * d_head
-    q_rank: int = 0  # size of a latent vector for queries; 0: project queries from x
-    d_rope: int = 0  # rotated size of each head's query and of the shared key; 0: d_head / 2
-
-    def __post_init__(self):
-        at_least("model.mixer", self, 0, "kv_rank", "q_rank", "d_rope")
+    kv_rank: Count = 0  # size of c; 0: 4 * d_head
+    q_rank: Count = 0  # size of a latent vector for queries; 0: project queries from x
+    d_rope: Count = 0  # rotated size of each head's query and of the shared key; 0: d_head / 2
 
     def sizes(self, config: ModelConfig) -> tuple[int, int]:
         """Returns kv_rank and d_rope, with defaults filled in."""

@@ -8,12 +8,13 @@ A model is compared with its base, the same model at other sizes:
 A config states the hyperparameters of the base. Multipliers adjust them to the model's own size."""
 
 import dataclasses
-import math
 from typing import Any, NamedTuple
 
 from flax.core import FrozenDict
 
+from transformer.checks import coerce
 from transformer.errors import UserError, nearest
+from transformer.limits import NonNegative, Positive
 from transformer.registry import Registry
 
 PARAMETRIZATIONS = Registry("model.parametrization", __package__)
@@ -67,10 +68,7 @@ class Parametrization:
                 field = f"model.parametrization.{role}.{key}"
                 if key not in Rule._fields:
                     raise UserError(f"{field}: no such multiplier; {nearest(key, Rule._fields)}")
-                if isinstance(value, bool) or not isinstance(value, (int, float)):
-                    raise UserError(f"{field}: expected a number, got {value!r}")
-                if not 0 <= value < math.inf or (key == "epsilon" and not value):
-                    raise UserError(f"{field}: {value} must be finite and more than 0")
+                coerce(value, Positive if key == "epsilon" else NonNegative, field)
                 if key == "weight_decay" and role in ("vector", "position"):
                     why = "because these parameters have no weight decay"
                     raise UserError(f"{field}: {value} has no effect, {why}; leave it out")

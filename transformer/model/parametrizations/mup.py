@@ -6,8 +6,9 @@ from typing import ClassVar
 
 from flax.core import FrozenDict
 
-from transformer.checks import LARGEST
+from transformer.checks import coerce
 from transformer.errors import UserError, nearest
+from transformer.limits import Size
 from transformer.model.parametrizations.base import NONE, PARAMETRIZATIONS, Parametrization, Rule
 
 WIDTHS = ("d_model", "d_ff", "num_heads", "d_head", "d_value")
@@ -44,8 +45,7 @@ class MuP(Parametrization):
             if name not in self.sizes:
                 way_out = nearest(name, self.sizes)
                 raise UserError(f"{field}: {self.name!r} has no size {name!r}; {way_out}")
-            if type(size) is not int or not 1 <= size <= LARGEST:
-                raise UserError(f"{field}.{name}: {size!r} is not a size")
+            coerce(size, Size, f"{field}.{name}")
         if not self.base:
             way_out = "set them, for example base=dict(d_model=256)"
             raise UserError(f"{field}: {self.name!r} needs the sizes of the base model; {way_out}")

@@ -18,8 +18,8 @@ from typing import Any, ClassVar, NamedTuple
 
 import jax
 
-from transformer.checks import positive
 from transformer.errors import UserError
+from transformer.limits import NonNegative, Positive
 from transformer.registry import Registry
 
 PLACEMENTS = Registry("model.norm_placement", __package__, lambda f: f.name != "warmup_hint")
@@ -63,20 +63,16 @@ class Placement:
     # End the stack with a norm, which is needed if the residual stream is not normalized.
     final_norm: bool = False
     residual_scale: float = 1.0  # a; 0 means no residual connection
-    branch_scale: float = 1.0  # s, which multiplies the branch after its norm and gates
-    branch_gain: float = 1.0  # scales the initial W_V, W_O and both feed-forward matrices
+    branch_scale: Positive = 1.0  # s, which multiplies the branch after its norm and gates
+    branch_gain: Positive = 1.0  # scales the initial W_V, W_O and both feed-forward matrices
     gate: bool = False  # g is a learned scalar per sublayer, initially 0; without a gate, g = 1
     # Initial value of l, a learned vector per sublayer (LayerScale; Touvron et al. 2021). 0: l = 1.
-    layer_scale: float = 0.0
+    layer_scale: NonNegative = 0.0
     warmup_hint: int = 0  # warm-up steps without which training is known to fail; 0: none
 
     fixed: ClassVar[tuple[str, ...]] = ()  # parts that have no effect or no other value here
 
     def __post_init__(self):
-        scales = [x for x in ("branch_gain", "branch_scale") if getattr(self, x) is not None]
-        positive("model.norm_placement", self, *scales)
-        if self.layer_scale < 0:
-            raise UserError(f"model.norm_placement.layer_scale: {self.layer_scale} is less than 0")
         for part in self.fixed:
             if getattr(self, part) != getattr(type(self), part):
                 name = getattr(self, "name", type(self).__name__)

@@ -3,12 +3,13 @@ Shape suffixes: B batch, T length, D d_model, n and m streams, S slots of a buff
 
 import dataclasses
 import math
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
 from jax.nn import initializers
 
-from transformer.errors import UserError
+from transformer.limits import Size, at_least
 from transformer.model.placements.base import PLACEMENTS, Placement
 
 ZEROS, ONES = initializers.zeros, initializers.ones
@@ -20,13 +21,8 @@ class _Copies(Placement):
 
     in_norm: bool = True
     final_norm: bool = True
-    streams: int = 4  # n
+    streams: Annotated[int, at_least(2)] = 4  # n
     fixed = ("out_norm", "residual_scale")
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.streams < 2:
-            raise UserError(f"model.norm_placement.streams: {self.streams}; at least 2")
 
     def begin(self, x_BxTxD, sublayers):
         shape = (*x_BxTxD.shape[:2], self.streams, x_BxTxD.shape[-1])
@@ -90,12 +86,7 @@ class ManifoldHyperConnections(_Copies):
     the streams, which end as their sum, neither grow nor vanish with depth. The paper does not
     state the initial values; as in MaxText, phi ~ N(0, 1 / (n D)), b = 0 and a = 0.01."""
 
-    iterations: int = 20  # of Sinkhorn's algorithm
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.iterations < 1:
-            raise UserError(f"model.norm_placement.iterations: {self.iterations}; at least 1")
+    iterations: Size = 20  # of Sinkhorn's algorithm
 
     def connect(self, parts, site, streams, branch):
         n, d_model = streams.shape[2:]
@@ -137,13 +128,8 @@ class AttentionResiduals(Placement):
 
     in_norm: bool = True
     final_norm: bool = True
-    block: int = 1  # sublayers of a block
+    block: Size = 1  # sublayers of a block
     fixed = ("out_norm", "residual_scale")
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.block < 1:
-            raise UserError(f"model.norm_placement.block: {self.block} is too small; at least 1")
 
     def begin(self, x_BxTxD, sublayers):
         blocks = math.ceil(sublayers / self.block)

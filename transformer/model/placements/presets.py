@@ -1,7 +1,9 @@
 """The placements that only set the parts of the residual formula."""
 
 import dataclasses
+from typing import Annotated
 
+from transformer.limits import POSITIVE
 from transformer.model.placements.base import PLACEMENTS, Placement
 
 
@@ -34,7 +36,7 @@ class DeepNorm(Placement):
 
     out_norm: bool = True
     residual_scale: float | None = None  # None: alpha
-    branch_gain: float | None = None  # None: beta
+    branch_gain: Annotated[float | None, POSITIVE] = None  # None: beta
 
     def in_stack(self, side, encoder_layers, decoder_layers):
         n, m = encoder_layers, decoder_layers

@@ -3,10 +3,11 @@ parameters of its own. Sublayers are numbered from 0."""
 
 import dataclasses
 import math
+from typing import Annotated
 
 import jax.numpy as jnp
 
-from transformer.errors import UserError
+from transformer.limits import POSITIVE, Rate
 from transformer.model.placements.base import PLACEMENTS, Placement
 
 
@@ -113,13 +114,8 @@ class MixLN(Placement):
     The first floor(share L) of L layers compute N(x + f(x)), the others x + f(N(x)): one N each."""
 
     final_norm: bool = True
-    share: float = 0.25  # of the layers with post-norm
+    share: Annotated[Rate, POSITIVE] = 0.25  # of the layers with post-norm
     fixed = ("in_norm", "out_norm", "final_norm")
-
-    def __post_init__(self):
-        super().__post_init__()
-        if not 0 < self.share < 1:
-            raise UserError(f"model.norm_placement.share: {self.share} must be between 0 and 1")
 
     def connect(self, parts, site, x_BxTxD, branch):
         norm, is_post = parts.norm("norm"), site.layer < math.floor(self.share * site.layers)

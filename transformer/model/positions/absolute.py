@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from transformer.checks import at_least, one_of, positive
+from transformer.checks import one_of
+from transformer.limits import Count, NonNegative, Positive
 from transformer.model.positions.base import Position, declare, option, register
 
 
@@ -23,12 +24,9 @@ class Learned(Position):
     bounded: ClassVar[bool] = True
     ends: ClassVar[bool] = True
 
-    offset: int = option(0)
-    init_std: float = option(0.02)
+    offset: Count = option(0)
+    init_std: NonNegative = option(0.02)
     table_MxD: jax.Array | None = None
-
-    def check(self, facts):
-        at_least("model.position", self, 0, "offset", "init_std")
 
     def bind(self, param, facts):
         shape, names = (facts.max_length + self.offset, facts.d_model), ("positions", "embed")
@@ -53,14 +51,12 @@ class Sinusoidal(Position):
     Cache: PE is computed at the new token's position.
     Beyond the training length: defined, but perplexity rises at once (Press et al. 2022)."""
 
-    base: float = option(10_000.0)
+    base: Positive = option(10_000.0)
     layout: str = option("interleaved")
-    offset: int = option(0)
+    offset: Count = option(0)
 
     def check(self, facts):
         one_of("model.position.layout", self.layout, ("interleaved", "halves"))
-        positive("model.position", self, "base")
-        at_least("model.position", self, 0, "offset")
         needs = "'sinusoidal' needs an even model.d_model; change one of them"
         return f"model.position: {needs}" if facts.d_model % 2 else None
 

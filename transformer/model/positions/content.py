@@ -5,12 +5,13 @@ to `max_distance`; longer ones share the last. In equations, e_ts is the logit o
 and w_ts is their attention weight.
 Shape suffixes: B batch, T queries, S keys, N heads, H head size, R distances, D d_model."""
 
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn, struct
 
+from transformer.limits import Size, at_least
 from transformer.model.positions.absolute import sinusoids
 from transformer.model.positions.base import Position, Terms, declare, option, register
 
@@ -36,12 +37,6 @@ def _pick(x_BxNxTxR: jax.Array, index_BxTxS: jax.Array) -> jax.Array:
     return jnp.take_along_axis(x_BxNxTxR, index_BxTxS[:, None], axis=-1)
 
 
-def _check_distance(scheme, facts) -> str | None:
-    if scheme.max_distance < 1:
-        return f"model.position.max_distance: {scheme.max_distance} must be positive"
-    return None
-
-
 @register("shaw")
 class Shaw(Position):
     """Relative keys and values (Shaw et al. 2018).
@@ -55,12 +50,10 @@ class Shaw(Position):
 
     by_distance: ClassVar = True
 
-    max_distance: int = option(16)
+    max_distance: Size = option(16)
     values: bool = option(True)
     keys_RxH: jax.Array | None = None
     values_RxH: jax.Array | None = None
-
-    check = _check_distance
 
     def bind_layer(self, param, facts):
         distances, values = 2 * self.max_distance + 1, None
@@ -150,12 +143,10 @@ class Deberta(Position):
 
     by_distance: ClassVar = True
 
-    max_distance: int = option(128)
+    max_distance: Size = option(128)
     table_RxD: jax.Array | None = None
     keys_RxNxH: jax.Array | None = None
     queries_RxNxH: jax.Array | None = None
-
-    check = _check_distance
 
     def bind(self, param, facts):
         name, distances = "relative_embedding", 2 * self.max_distance
@@ -205,15 +196,13 @@ class CoPE(Position):
     pairwise: ClassVar[bool] = False
     reads_positions: ClassVar[bool] = False  # it counts tokens instead
 
-    max_positions: int = option(64)
+    max_positions: Annotated[int, at_least(2)] = option(64)
     table_RxH: jax.Array | None = None
 
     def check(self, facts):
         if not facts.causal:
             needs = "counts the tokens before a query and needs a causal mask"
             return f"model.position: 'cope' {needs}; choose another scheme"
-        if self.max_positions < 2:
-            return f"model.position.max_positions: {self.max_positions} must be at least 2"
         return None
 
     def bind_layer(self, param, facts):

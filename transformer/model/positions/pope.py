@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from transformer.checks import one_of, positive
+from transformer.checks import one_of
+from transformer.limits import Positive
 from transformer.model.positions.base import Position, declare, fact, option, register
 
 
@@ -29,7 +30,7 @@ class PoPE(Position):
     Cache: keys are stored with their phases, at twice the size.
     Beyond the training length: extrapolates better than rotary (the paper, section 5)."""
 
-    theta: float = option(10_000.0)
+    theta: Positive = option(10_000.0)
     start: str = option("zero")
     d_head: int = fact(0)
     sin_BxTx1xH: jax.Array | None = None
@@ -38,7 +39,6 @@ class PoPE(Position):
 
     def check(self, facts):
         one_of("model.position.start", self.start, ("zero", "uniform"))
-        positive("model.position", self, "theta")
 
     def key_size(self, facts):
         return 2 * facts.d_head

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from transformer.checks import positive
+from transformer.limits import Positive, Size
 from transformer.model.positions.base import Position, declare, fact, option, per_head, register
 
 
@@ -184,14 +184,11 @@ class Fire(Position):
     Beyond the training length: extrapolates; the network's inputs stay in [-1, 1].
     Cost: a network of width^2 multiplications per pair of tokens."""
 
-    width: int = option(32)
-    threshold: float = option(256.0)
+    width: Size = option(32)
+    threshold: Positive = option(256.0)
     c: jax.Array | None = None
     length: jax.Array | None = None
     layers: tuple = ()
-
-    def check(self, facts):
-        positive("model.position", self, "width", "threshold")
 
     def bind(self, param, facts):
         new = functools.partial(declare, param, facts)

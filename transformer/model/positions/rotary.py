@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax.core import FrozenDict
 
-from transformer.checks import one_of, positive
+from transformer.checks import one_of
+from transformer.limits import Positive
 from transformer.model.positions.base import Position, StackFacts, fact, option, register
 from transformer.model.positions.rotary_scaling import SCALINGS, Scaling
 from transformer.model.sharding import platform
@@ -32,7 +33,7 @@ class Rotary(Position):
     Cache: keys are stored after rotation.
     Beyond the training length: degrades soon (Press et al. 2022; Kazemnejad et al. 2023)."""
 
-    theta: float = option(10_000.0)
+    theta: Positive = option(10_000.0)
     fraction: float = option(1.0)
     layout: str = option("halves")
     scaling: str | FrozenDict = option("none")
@@ -42,7 +43,6 @@ class Rotary(Position):
 
     def check(self, facts: StackFacts) -> str | None:
         one_of("model.position.layout", self.layout, ("halves", "interleaved"))
-        positive("model.position", self, "theta")
         rotated = int(facts.d_head * self.fraction)
         if not 0 < self.fraction <= 1 or rotated % 2 or rotated == 0:
             size = f"d_head * fraction = {facts.d_head} * {self.fraction} must be even and positive"

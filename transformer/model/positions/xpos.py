@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from transformer.checks import positive
+from transformer.limits import Positive
 from transformer.model.positions.base import Position, StackFacts, fact, option, register
 from transformer.model.positions.rotary import Rotary
 
@@ -49,9 +49,9 @@ class XPos(Position):
 
     ends: ClassVar[bool] = True
 
-    theta: float = option(10_000.0)
-    gamma: float = option(0.4)
-    scale_base: float = option(512.0)
+    theta: Positive = option(10_000.0)
+    gamma: Positive = option(0.4)
+    scale_base: Positive = option(512.0)
     d_head: int = fact(0)
     max_length: int = fact(0)
     rotary: Rotary | None = None
@@ -62,7 +62,6 @@ class XPos(Position):
         if not facts.causal:
             needs = "decays toward the past and needs a causal mask"
             return f"model.position: 'xpos' {needs}; choose 'rotary'"
-        positive("model.position", self, "gamma", "scale_base")
         if self._block_length < 2 * _ROW:  # factors within one row must fit float32
             decays = f"with gamma = {self.gamma} decays by more than 2^{_BITS}"
             problem = f"{decays} within {_ROW} positions, which float32 cannot represent"

@@ -5,11 +5,11 @@ are fields of OptimizerConfig. Others are fields of the optimizer's dataclass, a
 them as options: `name=dict(name="adafactor", ...)`."""
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import optax
 
-from transformer.checks import at_most, positive
+from transformer.limits import Positive, at_most
 from transformer.model.parametrizations.base import Place, Rule
 from transformer.training.optimizers import OPTIMIZERS
 
@@ -76,12 +76,9 @@ class SGD(Optimizer):
 class Adafactor(Optimizer):
     """Adafactor: factored second moments and clipped updates (Shazeer & Stern 2018)."""
 
-    decay_rate: float = 0.8  # c in 1 - t^(-c), the decay of the second moments at step t
-    clip_threshold: float = 1.0  # maximum root mean square of an array's update
-
-    def __post_init__(self):
-        positive("optimizer.name", self, "decay_rate", "clip_threshold")
-        at_most("optimizer.name", self, 10**9, clip_threshold="above it, nothing is clipped")
+    decay_rate: Positive = 0.8  # c in 1 - t^(-c), the decay of the second moments at step t
+    # maximum root mean square of an array's update
+    clip_threshold: Annotated[Positive, at_most(10**9, "above it, nothing is clipped")] = 1.0
 
     def direction(self, config):
         moments = optax.scale_by_factored_rms(decay_rate=self.decay_rate)

@@ -13,8 +13,8 @@ import optax
 from flax import struct
 from jax.sharding import PartitionSpec as P
 
-from transformer.checks import positive
 from transformer.errors import UserError
+from transformer.limits import Positive, Size
 from transformer.model.roles import STACKED, Axes, matrix_axes, role
 from transformer.parallel.sharding import is_box, path_name
 from transformer.training.optimizers.base import OPTIMIZERS, Optimizer
@@ -40,12 +40,9 @@ class Muon(Optimizer):
     moments = 2
     scales_with_size = True
 
-    rms: float = 0.2  # root mean square of an update, before the learning rate
-    steps: int = 5  # Newton-Schulz iterations
+    rms: Positive = 0.2  # root mean square of an update, before the learning rate
+    steps: Size = 5  # Newton-Schulz iterations
     per_head: bool = False  # orthogonalize the matrix of each head, not that of all heads
-
-    def __post_init__(self):
-        positive("optimizer.name", self, "rms", "steps")
 
     def learning_rate(self, place, rule):
         return rule.learning_rate * (place.m_N**0.5 if place.role == "matrix" else 1.0)
