@@ -69,8 +69,12 @@ def comments(cls: type) -> dict[str, str]:
         after = last
         while after + 1 in own_line and lines[after].startswith("     "):
             after += 1
-        text = [notes[n] for n in range(above, after + 1) if n in notes]
-        by_field[field.name] = " ".join(text)
+        text = " ".join(notes[n] for n in range(above, after + 1) if n in notes)
+        kind = typing.get_type_hints(cls)[field.name]
+        values = typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else ()
+        if not all(value in text for value in values):
+            text = ": ".join(filter(None, (" | ".join(filter(None, values)), text)))
+        by_field[field.name] = text
     return by_field
 
 

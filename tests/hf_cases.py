@@ -1,5 +1,6 @@
 """Models of Transformers that the tests convert."""
 
+import hf_seq2seq_cases
 import pytest
 
 VOCAB = 61
@@ -21,15 +22,6 @@ MODERN = ENCODERS_AND_DECODERS | _TOKENS | {"cls_token_id": 1, "sep_token_id": 2
 LLAMA = ENCODERS_AND_DECODERS | _TOKENS | {"num_key_value_heads": 2}
 
 
-BART = {
-    "d_model": 32, "encoder_layers": 2, "decoder_layers": 3,
-    "encoder_ffn_dim": 48, "decoder_ffn_dim": 48,
-    "encoder_attention_heads": 4, "decoder_attention_heads": 4, "max_position_embeddings": 40,
-    "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 2,
-    "forced_eos_token_id": 2,
-}  # fmt: skip
-
-
 ROPE = {"rope_theta": 5000.0, "original_max_position_embeddings": 16}
 
 
@@ -47,16 +39,6 @@ GPT2 = {
     "bos_token_id": 1,
     "eos_token_id": 1,
 }
-T5 = {
-    "d_model": 32,
-    "d_kv": 6,
-    "d_ff": 48,
-    "num_layers": 2,
-    "num_decoder_layers": 3,
-    "num_heads": 4,
-    "decoder_start_token_id": 0,
-}
-
 ROBERTA = {"max_position_embeddings": 42, "type_vocab_size": 1}
 DISTILBERT = {
     "dim": 32, "n_layers": 3, "n_heads": 4, "hidden_dim": 48, "max_position_embeddings": 40,
@@ -142,55 +124,6 @@ CASES = {
             "layer_norm_epsilon": 1e-3, "tie_word_embeddings": False,
         }),
         classifier("Bloom", {"hidden_size": 32, "n_layer": 3, "n_head": 4}),
-    ],
-    "t5": [
-        ("T5ForConditionalGeneration", T5),
-        ("T5EncoderModel", T5 | {"feed_forward_proj": "gated-gelu"}),
-        ("T5ForConditionalGeneration", T5 | {
-            "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False,
-        }),
-        ("T5ForConditionalGeneration", T5 | {
-            "feed_forward_proj": "gated-silu", "num_decoder_layers": 2,
-            "relative_attention_num_buckets": 8, "relative_attention_max_distance": 12,
-            "layer_norm_epsilon": 1e-3,
-        }),
-    ],
-    "mt5": [
-        ("MT5ForConditionalGeneration", T5),
-        ("MT5ForConditionalGeneration", T5 | {
-            "feed_forward_proj": "relu", "num_decoder_layers": 2, "layer_norm_epsilon": 1e-3,
-            "relative_attention_num_buckets": 7, "relative_attention_max_distance": 12,
-        }),
-    ],
-    "bart": [
-        ("BartForConditionalGeneration", BART),
-        ("BartForConditionalGeneration", BART | {
-            "scale_embedding": True, "activation_function": "relu",
-        }),
-        ("BartForConditionalGeneration", BART | {
-            "tie_word_embeddings": False, "decoder_ffn_dim": 40, "decoder_attention_heads": 2}),
-    ],
-    "marian": [
-        ("MarianMTModel", BART | {
-            "activation_function": "swish", "scale_embedding": True, "pad_token_id": 60,
-            "decoder_start_token_id": 60,
-        }),
-        ("MarianMTModel", BART | {
-            "activation_function": "relu", "decoder_layers": 1, "encoder_ffn_dim": 20}),
-        ("MarianMTModel", BART | {"tie_word_embeddings": False}),
-    ],
-    "mbart": [
-        ("MBartForConditionalGeneration", BART),
-        ("MBartForConditionalGeneration", BART | {
-            "scale_embedding": True, "activation_function": "relu", "tie_word_embeddings": False,
-        }),
-    ],
-    "m2m_100": [
-        ("M2M100ForConditionalGeneration", BART),
-        ("M2M100ForConditionalGeneration", BART | {
-            "scale_embedding": False, "activation_function": "gelu", "tie_word_embeddings": False,
-            "pad_token_id": 3, "d_model": 28,
-        }),
     ],
     "opt": [
         ("OPTForCausalLM", {
@@ -388,6 +321,7 @@ CASES = {
         }),
         classifier("Gemma2", LLAMA | {"head_dim": 12, "sliding_window": 5}),
     ],
+    **hf_seq2seq_cases.CASES,
 }  # fmt: skip
 """Family -> (class, options that differ from its defaults)."""
 

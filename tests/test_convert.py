@@ -58,7 +58,7 @@ def both_logits(model, config, params, name):
     with torch.no_grad():
         if config.is_encoder_decoder:
             target, target_mask = padded_sequences(config.pad_id, length=13, seed=1)
-            target[:, 0] = model.config.decoder_start_token_id
+            target[:, 0] = config.decoder_start_id
             out = model(
                 tensor(ids),
                 attention_mask=tensor(mask).long(),
@@ -153,7 +153,8 @@ def test_cached_decoding_equals_transformers(saved_model, family):
         out.sequences.numpy()[:, -new:],
         np.stack([x.numpy() for x in out.logits], 1),
     )
-    start = np.full((len(ids), 1), model.config.decoder_start_token_id) if seq2seq else ids
+    start = out.sequences.numpy()[:, :1] if seq2seq else ids
+    assert not seq2seq or set(start[:, 0]) == {config.decoder_start_id}
     encoder = (
         build_model(config).apply(params, ids, padding_mask=mask, method="encode")
         if seq2seq

@@ -222,7 +222,8 @@ def test_field_without_effect_raises(field):
             lambda: small("decoder", position={"name": {1}}),
             "model.position.name: a set, {1}",
         ),
-        (lambda: TokenizerConfig(kind=3), "data.tokenizer.kind: expected text, got 3"),
+        (lambda: TokenizerConfig(path=3), "data.tokenizer.path: expected text, got 3"),
+        (lambda: TokenizerConfig(kind=3), "data.tokenizer.kind: unknown value 3; choose from: bpe"),
         (lambda: TrainConfig(evaluators="order"), "train.evaluators: expected a list"),
         (lambda: OptimizerConfig(b3=0.1), "OptimizerConfig.b3: no such field; did you mean 'b"),
         (lambda: small("decoder", d_model="wide"), "model.d_model: expected int, got 'wide'"),
@@ -364,7 +365,6 @@ def test_configs_with_values_set_by_the_family_can_be_copied():
 
 def test_strict_rejects_fields_without_effect():
     @strict("mine", (Effect(("b",), "mine.a=True", lambda c: c.a),))
-    @dataclasses.dataclass(frozen=True)
     class Mine:
         a: bool = False
         b: float = 1.0

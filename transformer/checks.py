@@ -1,6 +1,6 @@
 """Validation that all configs share. Each error is one line with the field, the value and a fix.
 
-`@strict(section, effects)` turns a dataclass into a config. Annotated types limit the values of its
+`@strict(section, effects)` turns a class into a config. Annotated types limit the values of its
 fields (limits.py)."""
 
 import dataclasses
@@ -9,7 +9,7 @@ import math
 import types
 import typing
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from flax.core import FrozenDict
@@ -58,14 +58,16 @@ def refuse_without_effect(section: str, config, effects: tuple[Effect, ...], arg
             raise UserError(f"{reason} without {effect.needs}; {way_out}")
 
 
+@typing.dataclass_transform(frozen_default=True)
 def strict(section: str, effects: tuple[Effect, ...] = ()):
-    """Returns a class decorator that turns a dataclass into the config `section` of an experiment.
+    """Returns a decorator that makes a class a frozen dataclass, the `section` of an experiment.
 
     Its constructor raises UserError for an unknown field (with the nearest name), a missing field,
     a field given twice, a value of another type than annotated, a float that float32 cannot hold,
     and a field without effect. Integers may stand for floats, lists for tuples, as in JSON."""
 
     def decorate(cls):
+        cls = dataclasses.dataclass(frozen=True)(cls)
         init = cls.__init__
         fields = {field.name: field for field in dataclasses.fields(cls)}
         path = section and f"{section}."
@@ -129,6 +131,9 @@ def coerce(value, kind, path: str):
             return _frozen(value)
         if origin is float and isinstance(value, (int, float)) and not isinstance(value, bool):
             return float(value)
+        if origin is Literal:
+            one_of(path, value, typing.get_args(option))
+            return value
         if origin in (int, bool, str) and type(value) is origin:
             return value
         if origin is int and isinstance(value, float) and value.is_integer():

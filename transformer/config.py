@@ -3,8 +3,9 @@
 Configs are validated when they are built. config_io.py reads experiments from files."""
 
 import dataclasses
+from typing import Literal
 
-from transformer.checks import Choice, Effect, one_of, strict
+from transformer.checks import Choice, Effect, strict
 from transformer.data.config import DataConfig, TokenizerConfig
 from transformer.data.objectives.base import Objective
 from transformer.decoding.config import DecodingConfig
@@ -35,7 +36,6 @@ _EFFECTS = (
 
 
 @strict("", _EFFECTS)
-@dataclasses.dataclass(frozen=True)
 class Experiment:
     """All settings of a run."""
 
@@ -46,12 +46,11 @@ class Experiment:
     decoding: DecodingConfig = DecodingConfig()
     mesh: MeshConfig = MeshConfig()
     seed: Count = 0  # random seed of the parameters, dropout and the data order
-    # auto | cpu | gpu | tpu | accelerator. Training on any other platform raises an error.
-    platform: str = "auto"
+    # the platform to train on; any other raises an error
+    platform: Literal["auto", "cpu", "gpu", "tpu", "accelerator"] = "auto"
 
     def __post_init__(self):
         data, model, train, optimizer = self.data, self.model, self.train, self.optimizer
-        one_of("platform", self.platform, ("auto", "cpu", "gpu", "tpu", "accelerator"))
         for field in ("length", "target_length"):
             if (length := getattr(data, field)) > model.max_length:
                 problem = f"{length} is longer than model.max_length = {model.max_length}"

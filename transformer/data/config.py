@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Annotated, Protocol
+from typing import Annotated, Literal, Protocol
 
 from flax.core import FrozenDict
 
@@ -25,14 +25,13 @@ _TOKENIZER_EFFECTS = (
 
 
 @strict("data.tokenizer", _TOKENIZER_EFFECTS)
-@dataclasses.dataclass(frozen=True)
 class TokenizerConfig:
     """An existing tokenizer, or a SentencePiece model trained on the training text (both sides),
     with `model.vocab_size` pieces, less the special tokens of the objective."""
 
     # unigram | bpe | char (one piece per character) | word (one per word between spaces; unknown
     # words, and words beside a line end, become bytes). char, word: up to model.vocab_size pieces.
-    kind: str = "unigram"
+    kind: Literal["unigram", "bpe", "char", "word"] = "unigram"
     # an existing SentencePiece .model, tokenizer.json (extra [hf]) or tokenizer.pair; "" trains one
     path: str = ""
     # id that fills a sequence after its end; -1, here and below: as the tokenizer's file defines
@@ -44,9 +43,6 @@ class TokenizerConfig:
     # Share of the text's characters that get pieces. The others are encoded as bytes.
     character_coverage: Annotated[float, at_least(0.98), at_most(1)] = 0.9995
     max_sentences: Size = 1_000_000  # maximum number of lines to train the tokenizer on
-
-    def __post_init__(self):
-        one_of("data.tokenizer.kind", self.kind, ("unigram", "bpe", "char", "word"))
 
     def at(self, path) -> "TokenizerConfig":
         """The same special tokens with the existing tokenizer at `path`."""
@@ -84,7 +80,6 @@ _DATA_EFFECTS = (
 
 
 @strict("data", _DATA_EFFECTS)
-@dataclasses.dataclass(frozen=True)
 class DataConfig:
     """The text, the objective and the shape of the batches."""
 
@@ -116,7 +111,8 @@ class DataConfig:
     packing: bool = True  # put several documents into a sequence, separated by segment ids
     # with packing=False: bucket lengths, increasing; the last is `length`
     buckets: tuple[Size, ...] = ()
-    too_long: str = "drop"  # drop | cut examples that are too long; their number is reported
+    # what becomes of examples that are too long; their number is reported
+    too_long: Literal["drop", "cut"] = "drop"
     # causal_lm: each held-out sequence repeats this many tokens of the one before, without loss
     eval_overlap: Count = 0
     # Sources to hold out for each of valid and test, unless it has its own file: a number, or a
@@ -136,7 +132,6 @@ class DataConfig:
                 probes.parse(path, f"data.{part}")
         if self.mixture:
             self._check_mixture()
-        one_of("data.too_long", self.too_long, ("drop", "cut"))
         if isinstance(self.held_out, float) and self.held_out >= 0.5:
             raise UserError(f"data.held_out: {self.held_out} is not a fraction between 0 and 0.5")
         if self.eval_overlap >= self.length:

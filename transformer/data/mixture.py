@@ -1,7 +1,6 @@
 """Mixtures: training text from several sources, whose weights may change during the run."""
 
 import bisect
-import dataclasses
 import math
 import operator
 import re
@@ -23,7 +22,6 @@ DATA_FIELDS = (
 
 
 @strict("data.mixture")
-@dataclasses.dataclass(frozen=True)
 class Source:
     """The part of a text in a mixture."""
 

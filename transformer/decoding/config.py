@@ -1,6 +1,5 @@
 """The config of decoding: how a trained model generates text."""
 
-import dataclasses
 from typing import Annotated, Protocol
 
 import jax
@@ -28,7 +27,6 @@ _Temperature = Annotated[NonNegative, at_most(100, _WHY), _not_tiny]
 
 
 @strict("decoding", _EFFECTS)
-@dataclasses.dataclass(frozen=True)
 class DecodingConfig:
     """How a trained model generates text."""
 

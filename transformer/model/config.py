@@ -4,7 +4,7 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Annotated
+from typing import Annotated, Literal
 
 from flax.core import FrozenDict
 
@@ -24,11 +24,10 @@ _Dropout = Annotated[Rate, at_most(0.9999, "almost nothing would be kept")]
 
 
 @strict("model", EFFECTS)
-@dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """The config of a model of any family. Field names follow the papers."""
 
-    family: str  # encoder | decoder | encoder_decoder
+    family: Literal["encoder", "decoder", "encoder_decoder"]
     vocab_size: Size  # number of token ids
     d_model: Size = 512  # width of the residual stream
     d_ff: Count = 0  # width of the feed-forward; 0: 4 d_model
@@ -81,7 +80,7 @@ class ModelConfig:
     v_norm: bool = False  # normalize each head's value (HybridNorm; Zhuo et al. 2025)
     # dot: q . k | bilinear: q M k with a matrix for each head, initially the identity (Luong et al.
     # 2015) | additive: v . tanh(q + k) with a vector for each head (Bahdanau et al. 2015).
-    attention_score: str = "dot"
+    attention_score: Literal["dot", "bilinear", "additive"] = "dot"
     # multiplies query-key products; None: 1 / sqrt(d_head)
     attention_scale: Annotated[float | None, POSITIVE] = None
     # Divide the queries of self-attention by the layer's number, from 1 on (an option of GPT-2).
@@ -92,10 +91,10 @@ class ModelConfig:
     # A learned logit per head that takes attention weight without contributing a value (GPT-OSS).
     attention_sink: bool = False
     # elementwise | headwise: multiply each head's output by sigmoid(x W) (Qiu et al. 2025).
-    attention_gate: str = ""
+    attention_gate: Literal["", "elementwise", "headwise"] = ""
     # fixed | learned: average each value with the first layer's, with weights of 1/2, or weights
     # learned from 1/2 (ResFormer; Zhou et al. 2024).
-    value_residual: str = ""
+    value_residual: Literal["", "fixed", "learned"] = ""
     # Project the concatenated outputs of the heads with W_O. Without it, their size is d_model.
     attention_out: bool = True
     # A decoder's tokens attend to no later token. False: to all, including the one they predict.
@@ -118,7 +117,7 @@ class ModelConfig:
     lm_head: bool = True
     # none | span | cls | mean | last: pooling for labels. none: one label per token; span: for each
     # token, a logit of being the first and one of being the last of a span (extractive_qa).
-    pooling: str = "none"
+    pooling: Literal["none", "span", "cls", "mean", "last"] = "none"
     pooler: bool = False  # apply tanh(h W + b) to the pooled hidden state (BERT)
     num_labels: Count = 0  # outputs of the classifier; 0: no classifier
     label_bias: bool = True  # the classifier has a bias
@@ -143,9 +142,10 @@ class ModelConfig:
     pipeline_rounds: Size = 1
     # none: keep all activations; dots: keep products with weight matrices; full: keep only each
     # layer's input. The backward pass recomputes the rest.
-    remat: str = "none"
-    dtype: str = "float32"  # type of activations
-    param_dtype: str = "float32"  # type of parameters and optimizer state
+    remat: Literal["none", "dots", "full"] = "none"
+    dtype: Literal["float32", "bfloat16"] = "float32"  # type of activations
+    # type of parameters and optimizer state
+    param_dtype: Literal["float32", "bfloat16"] = "float32"
     # Special token that fills a sequence after its end. None, here and below: the vocabulary has no
     # such token. Special tokens never affect what the model computes (special_tokens.py).
     pad_id: int | None = None

@@ -40,14 +40,9 @@ def check(config) -> None:
 
 
 def _check_values(config) -> None:
-    one_of("model.family", config.family, ("encoder", "decoder", "encoder_decoder"))
     for field, names in {
         "norm": NORMS, "activation": ACTIVATIONS, "initializer": INITIALIZERS,
-        "remat": ("none", "dots", "full"), "pooling": ("none", "span", "cls", "mean", "last"),
-        "attention_gate": ("", "elementwise", "headwise"),
-        "attention_score": ("dot", "bilinear", "additive"),
-        "value_residual": ("", "fixed", "learned"), "attention_backend": ("auto", *BACKENDS),
-        "dtype": ("float32", "bfloat16"), "param_dtype": ("float32", "bfloat16"),
+        "attention_backend": ("auto", *BACKENDS),
     }.items():  # fmt: skip
         one_of(f"model.{field}", getattr(config, field), names)
 

@@ -1,8 +1,8 @@
 """The config of the mesh: the number of devices along each axis."""
 
-import dataclasses
+from typing import Literal
 
-from transformer.checks import Effect, one_of, strict
+from transformer.checks import Effect, strict
 from transformer.errors import UserError
 
 _SEVERAL = "more than one device along that axis of the mesh"
@@ -10,7 +10,6 @@ _EFFECTS = (Effect(("slices",), _SEVERAL, lambda c: c.sizes[c.slices] != 1),)
 
 
 @strict("mesh", _EFFECTS)
-@dataclasses.dataclass(frozen=True)
 class MeshConfig:
     """The number of devices along each axis. One axis may be -1 and takes the remaining devices."""
 
@@ -20,10 +19,9 @@ class MeshConfig:
     expert: int = 1  # shards experts; outside the experts, the batch
     context: int = 1  # shards sequences (ring attention)
     tensor: int = 1  # shards heads, d_ff and vocabulary (Megatron); between sublayers, sequences
-    slices: str = "data"  # the axis that spans several TPU slices: data | stage | fsdp
+    slices: Literal["data", "stage", "fsdp"] = "data"  # the axis that spans several TPU slices
 
     def __post_init__(self):
-        one_of("mesh.slices", self.slices, ("data", "stage", "fsdp"))
         sizes = self.sizes
         for axis, size in sizes.items():
             if size < 1 and size != -1:

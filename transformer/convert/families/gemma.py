@@ -17,7 +17,7 @@ _GEMMA_1 = _GEMMA | {
     "hidden_size": 3072, "intermediate_size": 24576, "num_hidden_layers": 28,
     "num_attention_heads": 16,
 }  # fmt: skip
-_GEMMA_2 = {
+GEMMA_2 = {
     **_GEMMA, **llama.LAYER_TYPES, "hidden_size": 2304, "intermediate_size": 9216,
     "num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4,
     "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256,
@@ -25,15 +25,15 @@ _GEMMA_2 = {
     "final_logit_softcapping": optional(float, 30.0, "logit_soft_cap"),
     "attn_logit_softcapping": optional(float, 50.0, "attention_soft_cap"),
 }  # fmt: skip
-_GEMMA_3 = _GEMMA_2 | {
+_GEMMA_3 = GEMMA_2 | {
     "vocab_size": 262_208, "max_position_embeddings": 131_072,
     "final_logit_softcapping": optional(float, ours="logit_soft_cap"),
     "attn_logit_softcapping": optional(float, ours="attention_soft_cap"),
     "rope_theta": positive(1_000_000.0), "rope_local_base_freq": positive(10_000.0),
     "sliding_window_pattern": 6,
 }  # fmt: skip
-_TOKENS = {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 1}
-_variant = functools.partial(llama.variant, special_tokens=_TOKENS)
+TOKENS = {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 1}
+_variant = functools.partial(llama.variant, special_tokens=TOKENS)
 _ACTIVATIONS_BACK = ACTIVATIONS_BACK | {"gelu_tanh": "gelu_pytorch_tanh"}
 _PERI = {
     "input_layernorm": "self_attention_residual/in_norm",
@@ -56,17 +56,17 @@ def _read_gemma(f: Fields) -> dict:
 
 def _read_gemma2(f: Fields) -> dict:
     local = [i % 2 == 0 for i in range(f.get("num_hidden_layers"))]
-    return rotary(f) | _peri(f) | llama.per_layer(window=llama.windows(f, local))
+    return rotary(f) | peri(f) | llama.per_layer(window=llama.windows(f, local))
 
 
-def _peri(f: Fields) -> dict:
+def peri(f: Fields) -> dict:
     return _common(f) | {
         "norm_placement": "peri", "activation": f.one_of("hidden_activation", ACTIVATIONS),
         "attention_scale": float(f.get("query_pre_attn_scalar")) ** -0.5,
     }  # fmt: skip
 
 
-def _write_peri(c: ModelConfig) -> dict:
+def write_peri(c: ModelConfig) -> dict:
     names = dict.fromkeys(("hidden_act", "hidden_activation"), _ACTIVATIONS_BACK[c.activation])
     return names | {"query_pre_attn_scalar": round((c.attention_scale or c.head_size**-0.5) ** -2)}
 
@@ -77,14 +77,14 @@ def _read_gemma3(f: Fields) -> dict:
     layers, every = f.get("num_hidden_layers"), f.get("sliding_window_pattern")
     theta, local_theta = f.get("rope_theta"), f.get("rope_local_base_freq")
     local = [bool((i + 1) % every) for i in range(layers)]
-    return _peri(f) | {"qk_norm": True} | llama.local_and_global(f, theta, local_theta, local)
+    return peri(f) | {"qk_norm": True} | llama.local_and_global(f, theta, local_theta, local)
 
 
 FAMILIES = [
     _variant("gemma", "GemmaForCausalLM", _GEMMA_1, _read_gemma,
              lambda c: write_rotary(c) | {"hidden_act": _ACTIVATIONS_BACK[c.activation]}),
-    _variant("gemma2", "Gemma2ForCausalLM", _GEMMA_2, _read_gemma2,
-             lambda c: write_rotary(c) | _write_peri(c) | llama.write_windows(c), _PERI),
+    _variant("gemma2", "Gemma2ForCausalLM", GEMMA_2, _read_gemma2,
+             lambda c: write_rotary(c) | write_peri(c) | llama.write_windows(c), _PERI),
     _variant("gemma3_text", "Gemma3ForCausalLM", _GEMMA_3, _read_gemma3,
-             lambda c: _write_peri(c) | llama.write_local_and_global(c), _PERI),
+             lambda c: write_peri(c) | llama.write_local_and_global(c), _PERI),
 ]  # fmt: skip

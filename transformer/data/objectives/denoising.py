@@ -125,7 +125,6 @@ class _Denoising(Objective):
 
 
 @register("span_corruption")
-@dataclasses.dataclass(frozen=True)
 class SpanCorruption(_Denoising):
     """Replaces spans of tokens by sentinels and predicts them (Raffel et al. 2020, sec. 3.1.4).
 
@@ -147,7 +146,6 @@ class SpanCorruption(_Denoising):
 
 
 @register("ul2")
-@dataclasses.dataclass(frozen=True)
 class UL2(_Denoising):
     """UL2's mixture of denoisers, each equally likely (Tay et al. 2023, table 1).
 

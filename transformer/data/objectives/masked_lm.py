@@ -1,6 +1,5 @@
 """Masked language modeling, with and without next-sentence prediction (Devlin et al. 2019)."""
 
-import dataclasses
 from typing import Annotated
 
 import numpy as np
@@ -12,7 +11,6 @@ from transformer.limits import POSITIVE, Rate
 
 
 @OBJECTIVES.register("masked_lm")
-@dataclasses.dataclass(frozen=True)
 class MaskedLM(Objective):
     """Predicts a fraction `rate` of the tokens, drawn anew in every epoch.
 

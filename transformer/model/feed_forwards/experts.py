@@ -26,14 +26,13 @@ and O outputs of a matrix, G groups of rows."""
 import functools
 import math
 from collections.abc import Callable
-from typing import Annotated
+from typing import Annotated, Literal
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn, struct
 from jax.sharding import PartitionSpec as P
 
-from transformer.checks import one_of
 from transformer.errors import UserError
 from transformer.limits import Count, NonNegative, Size, at_most
 from transformer.model.activations import ACTIVATIONS, gated
@@ -67,7 +66,7 @@ class Mixture(FeedForward):
     capacity_factor: NonNegative = 0.0
     # experts that all tokens use, as one feed-forward of shared * d_ff (DeepSeek)
     shared: Annotated[Count, at_most(MAX_EXPERTS, "published models have 1 or 2")] = 0
-    score: str = "softmax"  # softmax | sigmoid: router scores
+    score: Literal["softmax", "sigmoid"] = "softmax"  # of the router
     normalize: bool = True  # normalize a token's K weights to sum to 1 (Mixtral; False: Switch)
     load_balance: NonNegative = 0.01  # weight of the load-balancing loss (Fedus et al. 2022)
     # weight of the loss on large router logits (Zoph et al. 2022)
@@ -77,7 +76,6 @@ class Mixture(FeedForward):
     bias_rate: NonNegative = 0.0
 
     def __post_init__(self):
-        one_of("model.feed_forward.score", self.score, ("softmax", "sigmoid"))
         if self.top_k > self.num_experts:
             problem = f"{self.top_k} is more than num_experts = {self.num_experts}"
             way_out = "lower top_k or raise num_experts"

@@ -1,12 +1,11 @@
 """Positions that are added to the token embeddings: learned and sinusoidal."""
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from transformer.checks import one_of
 from transformer.limits import Count, NonNegative, Positive
 from transformer.model.positions.base import Position, declare, option, register
 
@@ -52,11 +51,10 @@ class Sinusoidal(Position):
     Beyond the training length: defined, but perplexity rises at once (Press et al. 2022)."""
 
     base: Positive = option(10_000.0)
-    layout: str = option("interleaved")
+    layout: Literal["interleaved", "halves"] = option("interleaved")
     offset: Count = option(0)
 
     def check(self, facts):
-        one_of("model.position.layout", self.layout, ("interleaved", "halves"))
         needs = "'sinusoidal' needs an even model.d_model; change one of them"
         return f"model.position: {needs}" if facts.d_model % 2 else None
 

@@ -2,12 +2,12 @@
 Shape suffixes: B batch, T length, N query heads, K key/value heads, H head size."""
 
 import math
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from transformer.checks import one_of
 from transformer.limits import Positive
 from transformer.model.positions.base import Position, declare, fact, option, register
 
@@ -31,14 +31,11 @@ class PoPE(Position):
     Beyond the training length: extrapolates better than rotary (the paper, section 5)."""
 
     theta: Positive = option(10_000.0)
-    start: str = option("zero")
+    start: Literal["zero", "uniform"] = option("zero")
     d_head: int = fact(0)
     sin_BxTx1xH: jax.Array | None = None
     cos_BxTx1xH: jax.Array | None = None
     bias_NxH: jax.Array | None = None
-
-    def check(self, facts):
-        one_of("model.position.start", self.start, ("zero", "uniform"))
 
     def key_size(self, facts):
         return 2 * facts.d_head

@@ -2,13 +2,13 @@
 Shape suffixes: B batch, T length, N query heads, K key/value heads, H head size, P pairs."""
 
 import functools
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.core import FrozenDict
 
-from transformer.checks import one_of
 from transformer.limits import Positive
 from transformer.model.positions.base import Position, StackFacts, fact, option, register
 from transformer.model.positions.rotary_scaling import SCALINGS, Scaling
@@ -35,14 +35,13 @@ class Rotary(Position):
 
     theta: Positive = option(10_000.0)
     fraction: float = option(1.0)
-    layout: str = option("halves")
+    layout: Literal["halves", "interleaved"] = option("halves")
     scaling: str | FrozenDict = option("none")
     d_head: int = fact(0)
     sin_BxTx1xP: jax.Array | None = None
     cos_BxTx1xP: jax.Array | None = None
 
     def check(self, facts: StackFacts) -> str | None:
-        one_of("model.position.layout", self.layout, ("halves", "interleaved"))
         rotated = int(facts.d_head * self.fraction)
         if not 0 < self.fraction <= 1 or rotated % 2 or rotated == 0:
             size = f"d_head * fraction = {facts.d_head} * {self.fraction} must be even and positive"
