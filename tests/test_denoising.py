@@ -65,7 +65,8 @@ def test_whole_word_masking_never_splits_words(text):
 
 def test_whole_word_masking_keeps_the_rate(text):
     data = data_of(text, "masked words")
-    ids, objective = np.asarray(data.store.texts("train", 0).ids[:120], np.int32), data.objective
+    ids = np.asarray(data.store.texts("train", 0).ids[:120], np.int32)
+    objective = data.config.objective
     word_tokens = (ids != data.tokenizer.eos).sum()
     word_sizes = np.diff(np.flatnonzero(np.append(data.tokenizer.starts_word[ids], True)))
     assert word_sizes.max() > 2  # long words could exceed the rate
@@ -143,8 +144,8 @@ def test_corrupted_spans_reconstruct_the_text(text, case):
     top = tokenizer.vocab_size + num_sentinels - 1
     assert top == 379  # the first sentinel has the highest id of the vocabulary
     ids, noise, total = data.store.texts("train", 0).ids.tolist(), 0, 0
-    size = data.objective.piece(data.config)
-    rows = data.objective.sequences(data.store, "train", data.config)
+    size = data.config.objective.piece(data.config)
+    rows = data.config.objective.sequences(data.store, "train", data.config)
     for row in range(30):
         (segment,) = rows.segments(row, lambda row=row: np.random.default_rng(row))
         if case == "spans":
@@ -198,7 +199,7 @@ def test_sentinels_come_from_the_tokenizer_if_it_has_enough(text, tmp_path):
         data_fields = {"tokenizer": {"path": str(tmp_path / "tokenizer.json")}, "target_length": 16}
         data = open_data(experiment(text, objective, "encoder_decoder", **data_fields))
         size, first = data.tokenizer.vocab_size, data.tokenizer.find("<extra_id_0>")
-        num_added = data.objective.num_added_tokens(data.tokenizer)
+        num_added = data.config.objective.num_added_tokens(data.tokenizer)
         assert first == size - 1 and num_added == (0 if complete else 13)
         top = first if complete else size + 12
         targets = data.batches("train")[0]["targets"]
@@ -207,9 +208,10 @@ def test_sentinels_come_from_the_tokenizer_if_it_has_enough(text, tmp_path):
 
 def test_ul2_mixes_seven_denoisers_with_mode_tokens(text):
     data = data_of(text, "ul2")
-    tokenizer, rows = data.tokenizer, data.objective.sequences(data.store, "train", data.config)
+    tokenizer, chosen = data.tokenizer, data.config.objective
+    rows = chosen.sequences(data.store, "train", data.config)
     first_mode, counts = tokenizer.vocab_size, {0: 0, 1: 0, 2: 0}
-    piece_size = data.objective.piece(data.config)
+    piece_size = data.config.objective.piece(data.config)
     ids = data.store.texts("train", 0).ids.tolist()
     sentinels = {first_mode + 3 + i for i in range(20)}
     for row in range(140):
@@ -228,4 +230,4 @@ def test_ul2_mixes_seven_denoisers_with_mode_tokens(text):
     assert counts[0] / 140 == pytest.approx(2 / 7, abs=0.12) and counts[1] / 140 == pytest.approx(
         4 / 7, abs=0.12
     )
-    assert len(data.objective.denoisers) == 7
+    assert len(data.config.objective.denoisers) == 7

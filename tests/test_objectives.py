@@ -87,7 +87,7 @@ def test_draws_depend_only_on_seed_epoch_and_sequence(text, case):
     jax.tree.map(np.testing.assert_array_equal, valid[0], data.batches("valid")[0])
     draws = []
     draw = lambda epoch: draws.append(epoch) or np.random.default_rng(epoch)
-    rows = data.objective.sequences(data.store, "train", data.config)
+    rows = data.config.objective.sequences(data.store, "train", data.config)
     segments = lambda epoch: rows.segments(5, lambda: draw(epoch))
     same = len(segments(0)) == len(segments(1)) and all(
         np.array_equal(getattr(a, field.name), getattr(b, field.name))
@@ -102,7 +102,8 @@ def test_draws_depend_only_on_seed_epoch_and_sequence(text, case):
 @pytest.mark.parametrize("case", ["masked", "masked words"])
 def test_masked_texts_begin_with_bos(text, case):
     data = data_of(text, case)
-    rows, tokenizer = data.objective.sequences(data.store, "train", data.config), data.tokenizer
+    chosen, tokenizer = data.config.objective, data.tokenizer
+    rows = chosen.sequences(data.store, "train", data.config)
     segments = [x for i in range(9) for x in rows.segments(i, lambda i=i: np.random.default_rng(i))]
     assert len(segments) >= 9
     for segment in segments:
@@ -112,7 +113,7 @@ def test_masked_texts_begin_with_bos(text, case):
 
 def test_prefix_length_is_random_and_prefix_has_no_target_tokens(text):
     data = data_of(text, "prefix")
-    rows, cuts = data.objective.sequences(data.store, "train", data.config), set()
+    rows, cuts = data.config.objective.sequences(data.store, "train", data.config), set()
     for seed in range(30):
         (segment,) = rows.segments(
             int(np.argmax(rows.lengths)), lambda seed=seed: np.random.default_rng(seed)
@@ -238,8 +239,7 @@ def test_every_objective_trains_and_is_evaluated(text, tmp_path, case):
          "data.objective: unknown value 'masked_ml'; did you mean 'masked_lm'"),
         ({"name": "masked_lm", "rat": 0.3}, "encoder", {}, {},
          "has no option 'rat'; did you mean 'rate'"),
-        ({"name": "masked_lm", "rate": 1.5}, "encoder", {}, {},
-         r"data.objective.rate: 1.5 must lie in \[0, 1\)"),
+        ({"name": "masked_lm", "rate": 1.5}, "encoder", {}, {}, r"rate: 1.5 must lie in \[0, 1\)"),
         ({"name": "masked_lm", "mask": 0.9, "random": 0.2}, "encoder", {}, {},
          "mask = 0.9 and random = 0.2, which must not be negative or add up to more than 1"),
         (NEXT_SENTENCE, "encoder", {}, {}, "set model.token_types=2, model.num_labels=2"),

@@ -190,7 +190,7 @@ def test_probe_examples_are_not_in_training():
 def test_decoder_targets_are_only_the_answer():
     config = experiment("decoder")
     data = open_data(config)
-    sequences = data.objective.sequences(data.store, "train", config)
+    sequences = data.config.objective.sequences(data.store, "train", config)
     assert max(map(len, sequences.members)) > 1, "several pairs share a sequence"
     tokenizer, (first, *_) = data.tokenizer, sequences.segments(0, None)
     question, answer = (
@@ -211,8 +211,7 @@ def test_decoder_targets_are_only_the_answer():
     )
     prefix_config = experiment("decoder", prefix_lm=True)
     assert (
-        open_data(prefix_config)
-        .objective.sequences(data.store, "train", prefix_config)
+        prefix_config.objective.sequences(data.store, "train", prefix_config)
         .segments(0, None)[0]
         .prefix
         == len(question) + 2
@@ -227,7 +226,7 @@ def test_inspected_segments_match_training_segments(prefix_lm):
     """
     config = experiment("decoder", prefix_lm=prefix_lm)
     data = open_data(config)
-    sequences = data.objective.sequences(data.store, "train", config)
+    sequences = data.config.objective.sequences(data.store, "train", config)
     question, answer = (
         data.tokenizer.decode(data.store.texts("train", side)[sequences.members[0][0]])
         for side in (0, 1)
@@ -264,7 +263,7 @@ def test_pairs_too_long_for_a_decoder_are_dropped_or_cut():
             },
         )
         data = open_data(config)
-        sequences = data.objective.sequences(data.store, "train", config)
+        sequences = data.config.objective.sequences(data.store, "train", config)
         sizes = [
             sum(len(data.store.texts("train", side)[i]) for side in (0, 1))
             for i in range(len(data.store.texts("train", 0)))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from studies import configs_and_facts, experiment, write_run
 
-from transformer import Sweep, UserError, product, tuned, vary
+from transformer import Sweep, UserError, product, tuned, vary, zipped
 from transformer.cli import main
 from transformer.lab import report, tuning
 from transformer.lab.statistics import Parabola
@@ -142,20 +142,28 @@ def test_report_compares_tuned_and_untuned_arms(tmp_path):
 
 def test_report_states_how_an_optimum_depends_on_a_size(tmp_path):
     """The best learning rate falls as 1 / d_ff, whatever the position scheme."""
-    grid = product(vary("model.position", "rotary", "alibi"), vary("model.d_ff", 32, 64, 128))
+    grid = product(
+        vary("model.position", "rotary", "alibi"),
+        zipped(vary("model.d_ff", 32, 64, 128, 1024), vary("model.max_length", 64, 65, 66, 67)),
+    )
     sweep = Sweep(
-        grid, tune=tuned(RATE, 1e-3, 1.6e-2), seeds=1,
+        grid, tune=tuned(RATE, 1e-3, 1.6e-2, more=0), seeds=1,
         declared={"parameters": "sizes vary", "flops": "sizes vary"},
     )  # fmt: skip
     study = Study(tmp_path, sweep, *configs_and_facts(sweep))
     study.write()
     x = lambda c: math.log2(c.optimizer.learning_rate * c.model.d_ff / (64 * 4e-3))
     play(study, lambda config: 3.0 + 0.02 * x(config) ** 2)
-    _, (section,) = report.judge([tmp_path], "", "", None)
+    verdict, (section,) = report.judge([tmp_path], "", "", None)
     rows = section.tables[-1][1:]
+    # max_length follows d_ff, so it has no slope of its own.
     assert [row[:3] for row in rows] == [["learning_rate", "model.d_ff", "rotary"],
                                          ["learning_rate", "model.d_ff", "alibi"]]  # fmt: skip
-    assert all(row[3].startswith("-1.00") and row[4] == "0.008, 0.004, 0.002" for row in rows)
+    # The optimum of the largest size is the smallest value tried: a bound, which has no part.
+    optima = "0.008, 0.004, 0.002, 0.001 (not bracketed)"
+    assert all(row[3].startswith("-1.00") and row[4] == optima for row in rows)
+    changes = "The best learning_rate changes detectably with model.d_ff for rotary (slope -1.00 ["
+    assert any(sentence.startswith(changes) for sentence in verdict.sentences)
 
 
 def test_optimum_beyond_all_values_is_not_bracketed(tmp_path):

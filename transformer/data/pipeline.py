@@ -12,7 +12,7 @@ import numpy as np
 from transformer.data.batching import Batches, JoinedBatches, MixedBatches, Stream, check_fields
 from transformer.data.config import DataConfig, Task
 from transformer.data.mixture import Turns, of_temperature, phases_of, read_sources
-from transformer.data.objectives.base import Objective, Sequences
+from transformer.data.objectives.base import Sequences
 from transformer.data.records import Prepared, Records, open_prepared
 from transformer.data.sources import Example
 from transformer.data.store import Store, joined, open_stores
@@ -42,10 +42,6 @@ class Data:
         if not self.config.data.mixture:
             return self.store.meta
         return joined({name: store.meta for name, store in self.stores.items()})
-
-    @property
-    def objective(self) -> Objective:
-        return self.config.data.chosen
 
     @property
     def tokenizer(self):
@@ -93,13 +89,13 @@ class Data:
 
     def examples(self, part: str) -> list[Example]:
         """The raw text of valid or test, of the sources with the columns of `objective`."""
-        sources, columns = self.config.data.sources, self.objective.columns
+        sources, columns = self.config.data.sources, self.config.data.chosen.columns
         names = [name for name in self.stores if sources[name].chosen.columns == columns]
         return [example for name in names for example in self.stores[name].examples(part)]
 
     def describe(self) -> dict:
         """Counts and hashes for the manifest."""
-        return {"objective": type(self.objective).__name__, **self.meta}
+        return {"objective": type(self.config.data.chosen).__name__, **self.meta}
 
 
 def special_tokens(model: ModelConfig, tokenizer: Tokenizer) -> dict[str, int]:

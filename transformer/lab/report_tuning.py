@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -34,6 +34,10 @@ class Tuning(NamedTuple):
     def sentences(self) -> list[str]:
         """What tuning changes, and which optima are uncertain."""
         lines = []
+        for (name, field), rows in itertools.groupby(self.slopes(), lambda row: row[:2]):
+            moves = [f"{arms} (slope {slope})" for *_, arms, slope, differs, _ in rows if differs]
+            where = f"for {', '.join(moves)}" if moves else "in no arm"
+            lines.append(f"The best {name} changes detectably with {field} {where}.")
         if self.untuned is not None:
             changed, base = [], self.tuned.results.sweep.baseline
             for arm, row in self.tuned.rows.items():
@@ -63,7 +67,7 @@ class Tuning(NamedTuple):
             f"{', '.join(map(str, tuning_seeds(self.sweep)))}, which the comparison does not use)."
             f"{more} The optimum is the minimum of a parabola in the logarithm of the number, "
             "through the best value and its neighbors; its interval is Fieller's. The cost is that "
-            "of a number twice or half as large, in nats."
+            "of a number twice or half as large, in nats. Slopes: log2(optimum) to log2(size)."
         )
         tables = [self.optima(), *([self.both()] if self.untuned else ()), *self.shifts()]
         return Section("Tuning", (), pictures, tables, note)
@@ -87,27 +91,36 @@ class Tuning(NamedTuple):
             rows.append([arm, *cells(before), *cells(row), _difference(gain)])
         return rows
 
-    def shifts(self) -> list[list[list[str]]]:
-        """Returns a table of slopes of log2(optimum) against log2(size), from three sizes on."""
-        head = ["tuned number", "against", "setting", "slope [95 %]", "optima"]
-        rows, points = [], self.tuned.results.sweep.points
-        for name, field in itertools.product(self.numbers, self.tuned.results.sweep.fields):
+    def slopes(self) -> Iterator[tuple[str, str, str, str, bool, list[Curve]]]:
+        """Yields a tuned number, a field of three or more sizes, a setting of the others, and the
+        slope of log2(optimum) against log2(size), whether it differs from 0, and the curves. An
+        optimum that is not bracketed is only a bound, and has no part in the slope."""
+        points, fields = self.tuned.results.sweep.points, self.tuned.results.sweep.fields
+        leads = lambda i, x: not any(self._follows(x, earlier) for earlier in fields[:i])
+        leading = [field for i, field in enumerate(fields) if leads(i, field)]
+        for name, field in itertools.product(self.numbers, leading):
             groups: dict[str, dict[float, Curve]] = {}
             for curve in (curve for curve in self.curves if curve.number.name == name):
                 size = points[curve.arm].changes.get(field)
                 if type(size) in (int, float) and size > 0:
                     others = [x for x in points[curve.arm].changes if not self._follows(x, field)]
                     setting = "-".join(map(points[curve.arm].call, others))
-                    groups.setdefault(setting, {})[size] = curve
-            for setting, by_size in groups.items():
-                if len(by_size) > 2:
-                    x = [math.log2(size) for size in by_size]
-                    y = [curve.number.x(curve.optimum) for curve in by_size.values()]
-                    low, high = slope_interval(x, y)
-                    optima = ", ".join(f"{curve.optimum:g}" for curve in by_size.values())
+                    groups.setdefault(setting, {})[math.log2(size)] = curve
+            for setting, of in groups.items():
+                found = {x: c.number.x(c.optimum) for x, c in of.items() if c.bracketed}
+                slope, low, high = "not identified", -math.inf, math.inf
+                if len(found) > 2:
+                    low, high = slope_interval(list(found), list(found.values()))
                     slope = f"{(low + high) / 2:+.2f} [{low:+.2f}, {high:+.2f}]"
-                    rows.append([name, field, setting, slope, optima])
-        return [[head, *rows]] if rows else []
+                if len(of) > 2:
+                    yield name, field, setting, slope, not low <= 0 <= high, list(of.values())
+
+    def shifts(self) -> list[list[list[str]]]:
+        """Returns a table of `slopes`."""
+        rows = [["tuned number", "against", "setting", "slope [95 %]", "optima"]]
+        for *cells, _, curves in self.slopes():
+            rows.append([*cells, ", ".join(_optimum(curve, brief=True) for curve in curves)])
+        return [rows] if len(rows) > 1 else []
 
     def _follows(self, other: str, field: str) -> bool:
         """Returns whether the value of `field` determines that of `other`, as d_model does d_ff."""
@@ -116,9 +129,9 @@ class Tuning(NamedTuple):
         return len(pairs) == len({first for first, _ in pairs})
 
 
-def _optimum(curve: Curve) -> str:
-    if not curve.bracketed:
-        return f"{curve.optimum:g} (not bracketed)"
+def _optimum(curve: Curve, brief: bool = False) -> str:
+    if brief or not curve.bracketed:
+        return f"{curve.optimum:g}{'' if curve.bracketed else ' (not bracketed)'}"
     low, high = curve.interval()
     interval = f" [{low:g}, {high:g}]" if math.isfinite(low) else ""
     interval = " (not identified)" if math.isinf(low) else interval

@@ -128,12 +128,7 @@ def _check_layers(config) -> None:
         if field not in PER_LAYER_FIELDS:
             problem = f"{field!r} cannot differ between layers"
             raise UserError(f"model.layer_pattern: {problem}; {', '.join(PER_LAYER_FIELDS)} can")
-        kind = int if field == "window" else (str, FrozenDict)
-        if not isinstance(value, kind) or isinstance(value, bool):
-            kinds = "a window is a number, the other fields are a name or {'name': ...}"
-            raise UserError(f"model.layer_pattern: {field} = {value!r}; {kinds}")
-        if field == "window" and value < 0:
-            raise UserError(f"model.window: {value} is too small; at least 0")
+        checks.coerce(value, checks.type_hints(type(config))[field], f"model.{field}")
     for side in config.sides:
         for layer in dict.fromkeys(config.layers(side)):
             _check_layer(layer, side)

@@ -100,7 +100,7 @@ def evaluate(trained: LoadedRun, mesh: Mesh, part: str = "test") -> dict:
     with process_zero_first("the text to evaluate on"):
         data = open_data(config, tokenizer_file(workdir))
     _check_text(workdir, data, part)
-    objective, subject = data.objective, Subject(config, data, part, mesh)
+    objective, subject = config.objective, Subject(config, data, part, mesh)
     eval_step = make_eval_step(config, subject.model, mesh, trained.shardings)
     batches = data.batches(part, subject.share.sequences)
     scores_every_token = all(x.chosen.scores_every_token for x in config.data.sources.values())

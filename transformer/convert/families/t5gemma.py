@@ -28,9 +28,8 @@ def _read_stack(f: Fields, side: str) -> dict:
     inner.ignore("dropout_rate", "attention_dropout", "tie_word_embeddings", "is_decoder")
     fields = inner.paired() | rotary(inner) | gemma.peri(inner)
     layers, size = fields.pop("num_decoder_layers"), llama.used_window(inner)
-    local = [i % 2 == 0 for i in range(layers)]
-    found = llama.windows(inner, local, size and size + (side == "encoder"))
-    windows = llama.per_layer(window=found)
+    local, reach = [i % 2 == 0 for i in range(layers)], size and size + (side == "encoder")
+    windows = llama.per_layer(window=llama.windows(inner, local, reach))
     fields["layer_pattern"] = windows.pop("layer_pattern", (windows,))
     bias = {"use_bias": False, "attention_bias": inner.get("attention_bias")}
     inner.check_all_read()
@@ -96,15 +95,12 @@ def _weights(c: ModelConfig):
         yield from linear("lm_head.out_proj", "unembedding", bias=False)
 
 
-def _copies(c: ModelConfig) -> tuple[Copy, ...]:
-    head = Copy("lm_head.out_proj.weight", "model.decoder.embed_tokens.weight")
-    return (head,) if c.tie_embeddings else ()
-
+_TIED = Copy("lm_head.out_proj.weight", "model.decoder.embed_tokens.weight")
 
 FAMILIES = [
     Family(
         "t5gemma", "T5GemmaForConditionalGeneration", "encoder_decoder", _read, _write, _weights,
-        _FIELDS, table="model.encoder.embed_tokens", copies=_copies,
+        _FIELDS, table="model.encoder.embed_tokens", copies=lambda c: (_TIED,) * c.tie_embeddings,
         special_tokens=gemma.TOKENS,
     )
 ]  # fmt: skip
