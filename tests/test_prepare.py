@@ -136,7 +136,8 @@ def test_filters(texts, tmp_path, monkeypatch):
     held_out = {x for part in ("valid", "test") for (x,) in data.examples(part)}
     train = {text for (text,) in written(config, tmp_path / "out")}
     assert train and train | held_out == kept < raw
-    prepare(job(config, tmp_path / "all", keep_duplicates=True))
+    # A function without a source file, which is true of texts that are not empty
+    prepare(job(config, tmp_path / "all", keep_duplicates=True, filter="builtins:all"))
     counts = collections.Counter(written(config, tmp_path / "all"))
     assert max(counts.values()) == 2
 
@@ -191,7 +192,8 @@ def test_what_cannot_be_prepared_raises(texts, prepared, tmp_path, capsys):
     for words, message in [
         (["prepare"], "data prepare needs --config=FILE.py and --output=FOLDER"),
         (["verify"], "data verify needs --output=FOLDER"),
-        (["--output=x"], "options are for `data prepare` and `data verify`"),
+        (["--output=x"], "options are for `data prepare`, and --output also for `data verify`"),
+        (["verify", "--output=x", "--min_chars=2"], "data: options are for `data prepare`"),
         (["verify", f"--output={output}"], "has no index.json, so it is not prepared text"),
     ]:
         assert main(["data", *words]) == 2

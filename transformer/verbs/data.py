@@ -22,6 +22,7 @@ Compares the shards of a folder with their checksums:
 
   python -m transformer data verify --output=FOLDER"""
 
+import argparse
 import dataclasses
 import shlex
 from pathlib import Path
@@ -49,12 +50,16 @@ def arguments(parser) -> None:
 def run(args, overrides) -> int:
     from transformer.data.corpora import CORPORA, fetch
 
-    if args.name in ("prepare", "verify"):
-        return _prepare(args, overrides) if args.name == "prepare" else _verify(args)
-    given = (args.config, args.output, args.license, args.filter, args.beam)
-    lengths = args.min_chars != 1, args.max_chars
-    if any((*given, *lengths, args.keep_duplicates, overrides)) or args.shard_mb != 256:
-        raise UserError("data: options are for `data prepare` and `data verify`; leave them out")
+    if args.name == "prepare":
+        return _prepare(args, overrides)
+    arguments(parser := argparse.ArgumentParser())
+    unset = vars(parser.parse_args([])) | {"name": args.name}
+    unset |= {"output": args.output} if args.name == "verify" else {}
+    if overrides or any(getattr(args, option) != value for option, value in unset.items()):
+        problem = "options are for `data prepare`, and --output also for `data verify`"
+        raise UserError(f"data: {problem}; leave them out")
+    if args.name == "verify":
+        return _verify(args)
     if args.name is None:
         for name, corpus in CORPORA.items():
             print(f"{name:<16}{corpus.about}\n{'':<16}{corpus.license}; {corpus.attribution}")

@@ -46,7 +46,8 @@ def load_filter(name: str) -> Callable[[Example], bool]:
 def source(name: str) -> str:
     """The content of the module of a filter: a preparation does not continue with another one."""
     module = importlib.import_module(name.partition(":")[0]) if name else None
-    return Path(module.__file__).read_text() if module else ""
+    file = getattr(module, "__file__", None) or name  # a module in C has no text
+    return Path(file).read_text() if file.endswith(".py") else name
 
 
 def scan(job: Job, number: int, folder: Path) -> Path:
