@@ -357,6 +357,10 @@ def test_absent_fields_have_the_defaults_of_transformers(family):
         theirs = cls.default_theta
         theirs = theirs["global"] if isinstance(theirs, dict) else theirs
         assert our_defaults.get(name, theirs) == theirs
+    if family in ("bart", "marian", "mbart", "m2m_100"):
+        alias = {"num_attention_heads": 8, "decoder_attention_heads": 4}
+        assert ours(alias) == ours(alias | {"encoder_attention_heads": 8}) != ours({})
+        assert cls(**alias).encoder_attention_heads == ours(alias).stack("encoder").num_heads == 8
     if family == "t5gemma":  # its stacks have configs of their own
         for f in dataclasses.fields(transformers.T5GemmaModuleConfig):
             fields = {} if f.name == "is_decoder" else {f.name: f.default}

@@ -122,6 +122,7 @@ _family = functools.partial(
     Family, ours="encoder_decoder", read=_read, write=_write, weights=_weights,
     fields=_FIELDS, table="model.shared", head="lm_head", copies=_copies,
     special_tokens=_TOKENS | {"decoder_start_token_id": 2},
+    aliases={"num_attention_heads": "encoder_attention_heads"},
 )  # fmt: skip
 
 FAMILIES = [
