@@ -374,9 +374,9 @@ def test_layer_pattern_round_trips_through_json_and_overrides(tmp_path):
     changed = apply_overrides(config, {"model.layer_pattern": "[{'window': 5}, {}]"})
     assert [layer.window for layer in changed.model.layers("decoder")] == [5, 0] * 3
     for invalid, message in {
-        "[{'position': 3}]": "model.position: expected text or a mapping",
-        "[{'window': 2.5}]": "model.window: expected int, got 2.5",
-        "[{'window': True}]": "model.window: expected int, got True",
+        "[{'position': 3}]": "model.layer_pattern.position: expected text or a mapping",
+        "[{'window': 2.5}]": "model.layer_pattern.window: expected int, got 2.5",
+        "[{'window': True}]": "model.layer_pattern.window: expected int, got True",
         "[{'position': {'name': ['a']}}]": "name: ",
         "abc": "model.layer_pattern: expected a mapping",
         "[{'mixer': {1, 2}}]": "model.layer_pattern.mixer: a set, {1, 2}; write a list",

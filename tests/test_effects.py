@@ -27,6 +27,9 @@ from transformer.parallel.sharding import Share
 from transformer.runs import fits
 from transformer.runs.initialize import check_source
 
+MUP = {"parametrization": {"name": "mup", "base": {"d_model": 4}}}
+GATED = {"layer_pattern": [{"mixer": "gated_delta"}]}
+
 
 def experiment(model=(), **sections) -> Experiment:
     data = {"corpus": "pydoc", "length": 16, **sections.pop("data", {})}
@@ -182,17 +185,16 @@ def test_field_without_effect_raises(field):
         *(
             (lambda own=own, more=more: small("encoder_decoder", encoder=own, **more), message)
             for own, more, message in (
-                ({"d_f": 8}, {}, "encoder.d_f: cannot differ from the decoder's; did you mean"),
+                ({"d_f": 8}, {}, "encoder: 'd_f' cannot differ from the decoder's; did you mean"),
                 ({"d_ff": "wide"}, {}, "model.encoder.d_ff: expected int, got 'wide'"),
                 ({"d_ff": -1}, {}, "model.encoder.d_ff: -1 is too small"),
                 ({"num_heads": 3}, {}, "model.encoder.d_model: 16 is not divisible by"),
+                ({"num_heads": 0}, {}, "model.encoder.num_heads: 0 is too small"),
                 ({"d_model": 8}, {}, "encoder.d_model: 8 needs model.share_embeddings=False"),
-                ({"layer_pattern": [{"position": "none"}]}, {}, "only window can differ from"),
-                (
-                    {"d_ff": 8},
-                    {"parametrization": {"name": "mup", "base": {"d_model": 4}}},
-                    "model.encoder: the base model of a parametrization has one size",
-                ),
+                ({"layer_pattern": [{"position": "none"}]}, {}, "'position' cannot differ from"),
+                ({"layer_pattern": [5]}, {}, "model.encoder.layer_pattern: expected a mapping"),
+                ({"layer_pattern": []}, GATED, "it would replace model.layer_pattern, which sets"),
+                ({"d_ff": 8}, MUP, "model.encoder: the base model of a parametrization has one"),
             )
         ),
         (

@@ -260,6 +260,7 @@ def test_attention_logits_are_scaled_by_the_head_size():
     [
         ({"name": "mup"}, r"'mup' needs the sizes of the base model; set them"),
         ({"name": "mup", "base": {"num_decoder_layers": 2}}, r"'mup' has no size 'num_decoder_lay"),
+        ({"name": "mup", "base": {"d_model": 1.5}}, r"base\.d_model: expected int, got 1\.5"),
         ({"name": "mup", "base": {"d_model": 0}}, r"base\.d_model: 0 is too small"),
         ({"name": "mup", "base": {"d_model": 20}}, r"num_heads = 4 times 20 / 32 is not an"),
         ({"name": "standard", "base": {"d_model": 8}}, r"'standard' has no option 'base'"),

@@ -162,7 +162,7 @@ def test_report_states_how_an_optimum_depends_on_a_size(tmp_path):
     # The optimum of the largest size is the smallest value tried: a bound, which has no part.
     optima = "0.008, 0.004, 0.002, 0.001 (not bracketed)"
     assert all(row[3].startswith("-1.00") and row[4] == optima for row in rows)
-    changes = "The best learning_rate changes detectably with model.d_ff for rotary (slope -1.00 ["
+    changes = "The best learning_rate changes detectably with model.d_ff: rotary -1.00 ["
     assert any(sentence.startswith(changes) for sentence in verdict.sentences)
 
 

@@ -235,7 +235,7 @@ def test_layer_pattern_is_scanned_by_its_period():
         UserError, match=r"model\.layer_pattern: 'd_model' cannot differ between layers"
     ):
         small("decoder", layer_pattern=({"d_model": 3},))
-    with pytest.raises(UserError, match=r"model\.window: -1"):
+    with pytest.raises(UserError, match=r"model\.layer_pattern\.window: -1"):
         small("decoder", layer_pattern=({"window": -1},))
 
 

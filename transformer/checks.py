@@ -176,6 +176,7 @@ def _frozen(value):
     """Makes a value hashable: mappings become FrozenDicts and lists become tuples, recursively."""
     if isinstance(value, Mapping):
         return FrozenDict({key: _frozen(item) for key, item in value.items()})
+    value = value.item() if isinstance(value, np.generic) else value
     return tuple(map(_frozen, value)) if isinstance(value, (list, tuple)) else value
 
 

@@ -3,7 +3,8 @@
     num_heads: Size = 8
     dropout: Annotated[Rate, at_most(0.9999, "almost nothing would be kept")] = 0.0
 
-checks.py applies them to the values that a config sets. None has no limits."""
+checks.py applies them to the values that a config sets. None has no limits, and is written inside:
+`Annotated[int | None, at_least(1)]`."""
 
 import math
 from collections.abc import Callable

@@ -35,9 +35,9 @@ class Tuning(NamedTuple):
         """What tuning changes, and which optima are uncertain."""
         lines = []
         for (name, field), rows in itertools.groupby(self.slopes(), lambda row: row[:2]):
-            moves = [f"{arms} (slope {slope})" for *_, arms, slope, differs, _ in rows if differs]
-            where = f"for {', '.join(moves)}" if moves else "in no arm"
-            lines.append(f"The best {name} changes detectably with {field} {where}.")
+            moves = [f"{x or 'slope'} {slope}" for *_, x, slope, differs, _ in rows if differs]
+            where = f": {', '.join(moves)} (slopes)" if moves else " in no arm"
+            lines.append(f"The best {name} changes detectably with {field}{where}.")
         if self.untuned is not None:
             changed, base = [], self.tuned.results.sweep.baseline
             for arm, row in self.tuned.rows.items():

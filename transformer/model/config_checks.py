@@ -30,7 +30,10 @@ ENCODER_FIELDS = (
 
 def check(config) -> None:
     """Raises UserError for an invalid ModelConfig. The message names the field and the remedy."""
-    _check_values(config)
+    choices = {"norm": NORMS, "activation": ACTIVATIONS, "initializer": INITIALIZERS}
+    for field, names in (choices | {"attention_backend": ("auto", *BACKENDS)}).items():
+        one_of(f"model.{field}", getattr(config, field), names)
+    _convert(config)
     _check_sizes(config)
     _check_combinations(config)
     _check_layers(config)
@@ -39,12 +42,24 @@ def check(config) -> None:
         _check_encoder(config)
 
 
-def _check_values(config) -> None:
-    for field, names in {
-        "norm": NORMS, "activation": ACTIVATIONS, "initializer": INITIALIZERS,
-        "attention_backend": ("auto", *BACKENDS),
-    }.items():  # fmt: skip
-        one_of(f"model.{field}", getattr(config, field), names)
+def _convert(config) -> None:
+    """Converts the values in `layer_pattern` and `encoder` to the types of the fields they set."""
+    hints = checks.type_hints(type(config))
+
+    def converted(entry, path: str, others: str, allowed: tuple[str, ...]) -> FrozenDict:
+        if unknown := [name for name in entry if name not in allowed]:
+            problem = f"{unknown[0]!r} cannot differ {others}"
+            raise UserError(f"{path}: {problem}; {nearest(str(unknown[0]), allowed)}")
+        return FrozenDict({k: checks.coerce(x, hints[k], f"{path}.{k}") for k, x in entry.items()})
+
+    of = lambda pattern, *path: tuple(converted(entry, *path) for entry in pattern)
+    decoder, layers = "from the decoder's", "between layers"
+    pattern = of(config.layer_pattern, "model.layer_pattern", layers, PER_LAYER_FIELDS)
+    own = dict(converted(config.encoder, "model.encoder", decoder, ENCODER_FIELDS))
+    if windows := own.get("layer_pattern"):
+        own["layer_pattern"] = of(windows, "model.encoder.layer_pattern", decoder, ("window",))
+    config._set("layer_pattern", pattern)
+    config._set("encoder", FrozenDict(own))
 
 
 def _check_sizes(config) -> None:
@@ -99,16 +114,10 @@ def _check_sources(config) -> None:
 
 def _check_encoder(config) -> None:
     """Checks the fields in which the encoder of an encoder_decoder differs from its decoder."""
-    hints, values = checks.type_hints(type(config)), {}
-    for name, value in config.encoder.items():
-        if name not in ENCODER_FIELDS:
-            way_out = nearest(name, ENCODER_FIELDS)
-            raise UserError(f"model.encoder.{name}: cannot differ from the decoder's; {way_out}")
-        values[name] = checks.coerce(value, hints[name], f"model.encoder.{name}")
-    config._set("encoder", FrozenDict(values))
     stack = config.stack("encoder")
-    if any(set(entry) - {"window"} for entry in values.get("layer_pattern", ())):
-        raise UserError("model.encoder.layer_pattern: only window can differ from the decoder's")
+    if "layer_pattern" in config.encoder and any({*x} - {"window"} for x in config.layer_pattern):
+        problem = "it would replace model.layer_pattern, which sets more than windows"
+        raise UserError(f"model.encoder.layer_pattern: {problem}; leave it out")
     if config.parametrization != "standard":
         problem = "the base model of a parametrization has one size; set 'standard'"
         raise UserError(f"model.encoder: {problem}, or leave it out")
@@ -120,15 +129,10 @@ def _check_encoder(config) -> None:
         check(stack)
     except UserError as e:
         raise UserError(str(e).replace("model.", "model.encoder.", 1)) from None
-    checks.refuse_without_effect("model.encoder", stack, EFFECTS, values)
+    checks.refuse_without_effect("model.encoder", stack, EFFECTS, config.encoder)
 
 
 def _check_layers(config) -> None:
-    for field, value in [item for entry in config.layer_pattern for item in entry.items()]:
-        if field not in PER_LAYER_FIELDS:
-            problem = f"{field!r} cannot differ between layers"
-            raise UserError(f"model.layer_pattern: {problem}; {', '.join(PER_LAYER_FIELDS)} can")
-        checks.coerce(value, checks.type_hints(type(config))[field], f"model.{field}")
     for side in config.sides:
         for layer in dict.fromkeys(config.layers(side)):
             _check_layer(layer, side)

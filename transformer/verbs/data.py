@@ -59,7 +59,12 @@ def run(args, overrides) -> int:
         problem = "options are for `data prepare`, and --output also for `data verify`"
         raise UserError(f"data: {problem}; leave them out")
     if args.name == "verify":
-        return _verify(args)
+        from transformer.data.records import verify
+
+        if not args.output:
+            raise UserError("data verify needs --output=FOLDER")
+        print(f"{verify(Path(args.output)):,} shard(s) are as they were prepared")
+        return 0
     if args.name is None:
         for name, corpus in CORPORA.items():
             print(f"{name:<16}{corpus.about}\n{'':<16}{corpus.license}; {corpus.attribution}")
@@ -110,13 +115,4 @@ def _prepare(args, overrides) -> int:
     changes |= {f"tokenizer.{k}": v for k, v in tokenizer if data["tokenizer"][k] != v}
     where = " (MOUNT: where the bucket is mounted, runs/ by the launchers)" * bool(mount)
     print(f"read it{where} with", shlex.join(f"--config.data.{k}={x}" for k, x in changes.items()))
-    return 0
-
-
-def _verify(args) -> int:
-    from transformer.data.records import verify
-
-    if not args.output:
-        raise UserError("data verify needs --output=FOLDER")
-    print(f"{verify(Path(args.output)):,} shard(s) are as they were prepared")
     return 0

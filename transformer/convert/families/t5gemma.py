@@ -15,10 +15,11 @@ from transformer.model.config_checks import ENCODER_FIELDS
 
 _STACK = changed(llama.FIELDS, gemma.GEMMA_2)
 _FIELDS = {
-    "encoder": optional(dict), "decoder": optional(dict), "vocab_size": 256_000,
-    "bos_token_id": Field(2, int, nullable=True), "dropout_rate": 0.0, "attention_dropout": 0.0,
-    "tie_word_embeddings": field(True, "tie_embeddings"),
+    "encoder": optional(dict), "decoder": optional(dict), "dropout_rate": 0.0,
+    "attention_dropout": 0.0, "tie_word_embeddings": field(True, "tie_embeddings"),
+    "bos_token_id": Field(2, int, nullable=True),
 }  # fmt: skip
+_MAY_DIFFER = {"num_encoder_layers", "logit_soft_cap", "attention_dropout", "tie_embeddings"}
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
@@ -39,16 +40,10 @@ def _read_stack(f: Fields, side: str) -> dict:
 def _read(f: Fields, tensors: frozenset[str]) -> dict:
     encoder, decoder = (_read_stack(f, side) for side in ("encoder", "decoder"))
     own = {name: x for name, x in encoder.items() if x != decoder.get(name)}
-    shared = own.keys() - {
-        *ENCODER_FIELDS,
-        "num_encoder_layers",
-        "logit_soft_cap",
-        "tie_embeddings",
-    }
-    for name in sorted(shared):
+    for name in sorted(own.keys() - {*ENCODER_FIELDS} - _MAY_DIFFER):
         problem = f"encoder and decoder differ in {name}; only {', '.join(ENCODER_FIELDS)} may"
         raise UserError(f"config.json: {problem} (our names)")
-    f.must("vocab_size", decoder["vocab_size"], "the decoder has this one")
+    f.ignore("vocab_size", "classifier_dropout_rate")  # the model does not read them
     bos, dropout = f.get("bos_token_id"), f.get("dropout_rate")
     start = {} if f.has("decoder_start_token_id") else {"decoder_start_id": bos}
     return decoder | start | {

@@ -46,6 +46,7 @@ class MuP(Parametrization):
                 way_out = nearest(name, self.sizes)
                 raise UserError(f"{field}: {self.name!r} has no size {name!r}; {way_out}")
             coerce(size, Size, f"{field}.{name}")
+        object.__setattr__(self, "base", FrozenDict({k: int(x) for k, x in self.base.items()}))
         if not self.base:
             way_out = "set them, for example base=dict(d_model=256)"
             raise UserError(f"{field}: {self.name!r} needs the sizes of the base model; {way_out}")
