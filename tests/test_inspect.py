@@ -1,5 +1,6 @@
 """Statistics of attention heads, and the page that `inspect` writes."""
 
+import html
 import json
 import re
 
@@ -14,7 +15,7 @@ from transformer.lab.inspection import observe_text, page
 from transformer.model import attention_statistics
 from transformer.model.attention_backends import Inputs
 from transformer.model.masks import CAUSAL, SAME_SEGMENT, Tokens
-from transformer.model.watch import WATCHED
+from transformer.model.modules import WATCHED
 from transformer.parallel.mesh import make_mesh, use
 from transformer.runs.evaluate import load_trained
 from transformer.runs.rundir import load_config
@@ -195,11 +196,26 @@ def test_inspect_writes_one_page(family, tmp_path, capsys):
             and maps[2]["queries"] == maps[1]["queries"] != maps[0]["queries"]
         )
     assert text.count("layer 1 <span class=note>") == 1
+    assert "Activation patching" not in text and "Loss without the head" not in text
+    other = "statement The <assert>"  # as many tokens, since no token contains parts of two words
+    options = ["--ablate", *([f"--patch={other}"] if family != "encoder" else []), *target]
+    assert main(["inspect", f"--workdir={folder}", "--text=The <assert> statement", *options]) == 0
+    text = (folder / "inspect.html").read_text()
+    assert text.count("Loss without the head, less that with it (nats)") == len(maps)
+    assert (html.escape(other) in text) == (family != "encoder")
+    if family != "encoder":
+        table = text[text.index("Activation patching") :]
+        table = table[: table.index("</table>")]
+        assert table.count("<td class=cell") == 2 * len(maps[0]["queries"])
+        options = ["--text=a", "--patch=the statement a"], "patching needs two texts of the same"
+    else:
+        options = ["--text=a", "--patch=b"], "an encoder reads the tokens that it predicts"
     capsys.readouterr()
     for arguments, message in (
         (["--text= "], "--text: empty"),
         (["--text=a", "--output=/nowhere/x.html"], "its folder is missing"),
         *(() if target else ((["--text=a", "--target=b"], "takes one text"),)),
+        options,
     ):
         assert main(["inspect", f"--workdir={folder}", *arguments]) == 2
         assert message in capsys.readouterr().err

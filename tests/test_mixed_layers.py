@@ -14,8 +14,8 @@ from flax import linen as nn, struct
 from transformer import MIXERS, UserError
 from transformer.model.cache import empty_cache
 from transformer.model.inputs import check_interruptions
-from transformer.model.linear import Linear
 from transformer.model.mixers.base import Mixer
+from transformer.model.modules import Linear
 from transformer.model.network import abstract_params
 from transformer.model.positions import SCHEMES, Position
 from transformer.model.positions.absolute import sinusoids

@@ -17,8 +17,8 @@ from transformer.decoding.prefill import advance
 from transformer.model.attention_backends import Inputs, reference
 from transformer.model.layout import flatten, layer_shapes
 from transformer.model.masks import SAME_SEGMENT, Tokens
+from transformer.model.modules import Norm
 from transformer.model.network import abstract_params, build_model
-from transformer.model.norms import Norm
 
 VARIANTS = {
     "parallel": {"parallel": True, "norm_placement": "peri"},

@@ -3,8 +3,8 @@ r"""Can a model without a position scheme use the order of its tokens?
 Haviv et al. (2022); Kazemnejad et al. (2023), "The Impact of Positional Encoding on Length
 Generalization in Transformers". The papers' answer: with a causal mask it can, because the number
 of tokens that a token attends to reveals its position. Without a mask, attention is a sum over a
-set, and the model ignores order. The evaluator `order` (evaluation/evaluators/order.py) measures
-how much the last prediction of a sequence changes when the tokens before it are permuted.
+set, and the model ignores order. The evaluator `order` (evaluation/evaluators/predictions.py)
+measures how much the last prediction of a sequence changes when the tokens before it are permuted.
 
     python -m transformer sweep --config=experiments/findings/kazemnejad_2023.py \
         --workdir=runs/kazemnejad_2023

@@ -15,7 +15,7 @@ from transformer.data.objectives.base import Segment, given
 from transformer.data.tokenizer import Tokenizer
 from transformer.errors import UserError, look_up
 from transformer.evaluation.subject import Subject
-from transformer.model.heads import POOLINGS
+from transformer.model.embedding import POOLINGS
 from transformer.training.config import TrainTask
 
 Pair = tuple[Sequence[int], Sequence[int]]  # the ids of a context and of its continuation

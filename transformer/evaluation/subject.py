@@ -14,7 +14,7 @@ from flax import linen as nn
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from transformer.data.pipeline import Data
-from transformer.model.layout import flatten, part, where
+from transformer.model.layout import by_layer
 from transformer.model.network import build_model
 from transformer.model.placements.base import Parts
 from transformer.parallel.sharding import Share
@@ -82,7 +82,7 @@ class Subject:
 
     def watch(self, params, batch: Mapping[str, jax.Array], *what: str):
         """Returns ((input of the token head, head), internals, batch). Internals are the
-        collections `what` (model/watch.py). The batch has the order in which the model read it."""
+        collections `what` (`WATCHED`). The batch has the order in which the model read it."""
         args = (self.model, params, batch, self.config, self.mesh)
         result, batch, sown = run_model(*args, watch=what)
         return (result.hidden_BxTxE, result.head), sown, batch
@@ -111,15 +111,12 @@ def as_documents(subject: Subject, batch: Mapping, inputs: np.ndarray) -> dict[s
 
 def streams(subject: Subject, params, recorded: dict) -> Iterator[tuple[jax.Array, Callable]]:
     """Yields (input of the head, head) after each layer of the last stack, as if it ended there,
-    from the residual streams after the layers (`recorded`: "streams" of model/watch.py)."""
-    config, flat = subject.config.model, flatten(recorded)
-    side = config.sides[-1]
+    from the residual streams after the layers (`recorded`: "streams" of model/modules.py)."""
+    config, side = subject.config.model, subject.config.model.sides[-1]
     module, of_stack, done = config.norm_module(parent=None), params[side], 0
     norm = lambda name: lambda x: module.apply({"params": of_stack.get(name, {})}, x)
     parts, end = Parts(norm, lambda name, *_: of_stack[name]), config.last_placement(side).end
-    locations = where(config, flat)
-    for layer, of_layer in enumerate(config.layers(side)):
-        path, index = locations[f"{side}/layers_{layer}/after"]
-        after = jax.tree.map(functools.partial(part, place=index), flat[path][0])
+    after = [x for stack, _, _, x in by_layer(config, recorded) if stack == side]
+    for x, of_layer in zip(after, config.layers(side), strict=True):
         done += of_layer.residuals_of_layer(side)
-        yield subject.model.apply(params, end(parts, after, done), method="read")
+        yield subject.model.apply(params, end(parts, x, done), method="read")

@@ -18,7 +18,7 @@ import numpy as np
 
 from transformer.lab.formatting import number, p_value, signed, spell_range
 from transformer.lab.results import Arm, Results, uniform_loss
-from transformer.lab.statistics import Difference, Mean, corrected, difference, mean
+from transformer.lab.statistics import Difference, Mean, corrected, difference
 from transformer.units import kind
 
 Values = dict[int, float]  # seed -> value of the metric
@@ -198,9 +198,7 @@ def scans(results: Results) -> list[Scan]:
 
 def _scan(results: Results, field: str, setting: str, arms: Mapping[float, Arm]) -> Scan:
     metric, sign = results.sweep.metric, -1.0 if results.sweep.higher_is_better else 1.0
-    points = {
-        x: mean(list(arm.values(metric).values()), kind(metric).bounds) for x, arm in arms.items()
-    }
+    points = {x: arm.mean(metric) for x, arm in arms.items()}
     finished = {x: point for x, point in points.items() if point.count}
     best = min(finished, key=lambda x: sign * finished[x].mean)
     least = finished[best].mean

@@ -21,9 +21,10 @@ from transformer.data.tokenizer import Tokenizer
 from transformer.decoding.generate import Generator, check_tokenizer
 from transformer.errors import UserError
 from transformer.evaluation.subject import SELF_ATTENTION_ONLY, Subject, streams, token_losses
+from transformer.lab import interventions
 from transformer.lab.figures import new_figure, styles
 from transformer.lab.page import STYLE, document, figure_html, table_of_cells
-from transformer.model.layout import flatten, part, split_layer_path, sublayer_of, where
+from transformer.model.layout import by_layer, sublayer_of
 from transformer.output import count
 from transformer.runs.evaluate import LoadedRun
 
@@ -34,7 +35,7 @@ SCRIPT = Path(__file__).with_name("inspect.js").read_text()
 CAPTIONS = {
     "entropy": "entropy of the weights (nats)", "sink": "weight on the first token",
     "distance": "mean distance (tokens)", "previous": "weight on the previous token",
-    "logit": "largest logit",
+    "logit": "largest logit", "ablation": "loss without the head, less that with it (nats)",
 }  # fmt: skip
 
 SIZES = {"stream": "RMS of the residual stream", "branch": "branch RMS / residual stream RMS"}
@@ -48,7 +49,7 @@ class Map(NamedTuple):
     weights_LxNxTxS: np.ndarray
     queries: list[str]
     keys: list[str]
-    numbers: dict[str, np.ndarray]  # model/attention_statistics.py: entropy, ..., each [L, N]
+    numbers: dict[str, np.ndarray]  # statistics (model/attention_statistics.py), each [L, N]
 
 
 class View(NamedTuple):
@@ -64,11 +65,16 @@ class View(NamedTuple):
     maps: list[Map]
     sizes: dict[str, dict[str, list[float]]]  # layer, stream, branch by "decoder self_attention"
     cut: int = 0  # tokens cut off because they exceed max_length
+    patch: tuple | None = None  # the other text, the tokens of the first stack, and `_patch`
 
 
-def observe_text(trained: LoadedRun, mesh: Mesh, text: str, target: str = "") -> View:
+def observe_text(
+    trained: LoadedRun, mesh: Mesh, text: str, target="", ablate: bool = False, other: str = ""
+) -> View:
     """Runs the model on `text`. An encoder-decoder's decoder reads `target`, or else its own
-    output. Raises UserError without attention weights, language-model head, tokenizer or text."""
+    output. Also measures the loss without each head, if `ablate` is set, and with the activations
+    of the `other` text, if any. Raises UserError without attention weights, language-model head,
+    tokenizer or text, and unless both texts have the same length."""
     config, tokenizer = trained.config, trained.tokenizer
     model = config.model
     if not model.observes("maps"):
@@ -83,7 +89,7 @@ def observe_text(trained: LoadedRun, mesh: Mesh, text: str, target: str = "") ->
         decoding = dataclasses.replace(config.decoding, batch_size=1)
         one_sample = dataclasses.replace(config, decoding=decoding)
         (answer,) = Generator(one_sample, trained.params, tokenizer)([text])
-    segment, cut = _segment(config, tokenizer, text, answer)
+    read_answer, (segment, cut) = answer, _segment(config, tokenizer, text, answer)
     read = segment.inputs if segment.source is None else segment.source
     batch = assemble([[segment]], len(read), len(segment.inputs))
     subject = Subject(config, None, "test", mesh)
@@ -113,7 +119,13 @@ def observe_text(trained: LoadedRun, mesh: Mesh, text: str, target: str = "") ->
     mean = lambda x_T: float(np.sum(x_T * weights_T) / max(weights_T.sum(), 1))
     lens_L = np.array([mean(x_BxT[0]) for *_, x_BxT in lens])
     maps, sizes = _maps(subject, watched, tokens_of), _sizes(subject, watched["sizes"])
-    return View(text, answer, inputs, targets, losses_T, top_LxT, lens_L, maps, sizes, cut)
+    for x in maps if ablate else ():
+        losses_LxN = interventions.ablated(subject, trained.params, batch, x.name, x.layers)
+        x.numbers["ablation"] = losses_LxN - np.nanmean(losses_T)
+    segments = segment, other and _segment(config, tokenizer, other, read_answer)[0]
+    tokens = tokens_of[model.sides[0]]
+    patch = (other, tokens, *_patch(subject, trained.params, segments)) if other else None
+    return View(text, answer, inputs, targets, losses_T, top_LxT, lens_L, maps, sizes, cut, patch)
 
 
 def _segment(config, tokenizer: Tokenizer, text: str, answer: str) -> tuple[Segment, int]:
@@ -142,18 +154,35 @@ def _segment(config, tokenizer: Tokenizer, text: str, answer: str) -> tuple[Segm
     return kept, max(len(targets) - limit, 0)
 
 
+def _patch(subject: Subject, params, segments: Sequence[Segment]) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the loss on both segments, [2], and that on the first with activations of the second,
+    [L, T], of the targets of the first: all tokens of an answer, or the last token of a text."""
+    side = subject.config.model.sides[0]
+    if subject.config.model.family == "encoder":
+        raise UserError("--patch: an encoder reads the tokens that it predicts; inspect a decoder")
+    lengths = [len(x.inputs if x.source is None else x.source) for x in segments]
+    if lengths[0] != lengths[1]:
+        problem = f"this text has {lengths[1]} tokens, but --text has {lengths[0]}"
+        raise UserError(f"--patch: {problem}; patching needs two texts of the same length")
+    batch = assemble([[x] for x in segments], lengths[0], len(segments[0].inputs))
+    batch["targets"][1] = batch["targets"][0]
+    if side == "decoder" and not subject.config.objective.has_pairs:
+        batch["weights"][:, :-1] = 0.0
+    return interventions.patched(subject, params, batch, side)
+
+
 def _maps(subject: Subject, watched: dict, tokens_of: dict[str, list[str]]) -> list[Map]:
     """Returns the maps of each kind of attention: encoder, decoder, then cross-attention."""
-    weights, statistics, by_sublayer = flatten(watched["maps"]), flatten(watched["heads"]), {}
-    for name, (path, index) in where(subject.config.model, weights).items():
-        side, layer, sublayer = split_layer_path(name)
-        numbers = statistics[path.removesuffix("weights") + "heads"][0].items()
-        of_layer = {key: part(x, index) for key, x in numbers if key != "repeated"}
-        layers = by_sublayer.setdefault((side, sublayer.removesuffix("/weights")), {})
-        layers[layer] = part(weights[path][0], index)[0], of_layer
+    recorded = [by_layer(subject.config.model, watched[kind]) for kind in ("maps", "heads")]
+    by_sublayer = {}
+    for (side, layer, sublayer, weights), (*_, numbers) in zip(*recorded, strict=True):
+        name = sublayer.removesuffix("/weights")
+        without = ("repeated", *SELF_ATTENTION_ONLY * (name == "cross_attention"))
+        numbers = {key: x for key, x in numbers.items() if key not in without}
+        by_sublayer.setdefault((side, name), {})[layer] = weights[0], numbers
     maps, rank = [], lambda key: (key[0] != "encoder", key[1] == "cross_attention")
     for side, sublayer in sorted(by_sublayer, key=rank):
-        layers = dict(sorted(by_sublayer[side, sublayer].items()))
+        layers = by_sublayer[side, sublayer]
         weights_L, statistics_L = zip(*layers.values(), strict=True)
         stacked = {name: np.stack([x[name] for x in statistics_L]) for name in statistics_L[0]}
         tokens = tokens_of[side], tokens_of["encoder" if sublayer == "cross_attention" else side]
@@ -162,11 +191,9 @@ def _maps(subject: Subject, watched: dict, tokens_of: dict[str, list[str]]) -> l
 
 
 def _sizes(subject: Subject, sizes: dict) -> dict[str, dict[str, list[float]]]:
-    flat, by_sublayer = flatten(sizes), {}
-    places = where(subject.config.model, flat)
-    for name, (path, index) in sorted(places.items(), key=lambda item: split_layer_path(item[0])):
-        side, layer, rest = split_layer_path(name)
-        values = {key: float(np.asarray(part(x, index))) for key, x in flat[path][0].items()}
+    by_sublayer = {}
+    for side, layer, rest, of_layer in by_layer(subject.config.model, sizes):
+        values = {key: float(x) for key, x in of_layer.items()}
         share = values["branch"] / values["kept"] if values["kept"] else 1.0
         sublayer = by_sublayer.setdefault(f"{side} {sublayer_of(rest)}", {})
         for key, x in {"layer": layer, "stream": values["stream"], "branch": share}.items():
@@ -198,16 +225,9 @@ def page(view: View, title: str, about: Sequence[str]) -> str:
         name = escape(attention.name.replace("_", "-"))
         parts += [f"<h2>Attention weights: {name}</h2>", _map(attention)]
         parts += ["<div class=numbers>", *_numbers(attention), "</div>"]
+    parts += _patched(*view.patch) if view.patch else []
     parts += ["<h2>By depth</h2><div class=figures>", *_profiles(view), "</div>"]
     return document(title, f"{STYLE}\n{INSIDE}", parts, SCRIPT)
-
-
-def _blue(share: float) -> str:
-    """Returns CSS for a background from white to dark blue, with a readable text color."""
-    share = min(max(share, 0.0), 1.0)
-    red, green, blue = 255 - 255 * share, 255 - 141 * share, 255 - 77 * share
-    text = "#fff" if share > 0.55 else "#1a1a1a"
-    return f"background:rgb({red:.0f},{green:.0f},{blue:.0f});color:{text}"
 
 
 def _shown(piece: str) -> str:
@@ -224,7 +244,7 @@ def _tokens(view: View) -> str:
     for position, (piece, loss) in enumerate(zip(view.targets, view.losses_T, strict=True)):
         text = html.escape(piece.replace("\u2581", " ").replace("\n", "\u21b5\n"))
         likely = _likely(view.top_tokens_LxT[-1][position])
-        look = f"style='{_blue(loss / 10)}' title='{loss:.2f} nats; most likely: {likely}'"
+        look = f"style='--share:{loss / 10:.3f}' title='{loss:.2f} nats; most likely: {likely}'"
         look = "title='no target'" if np.isnan(loss) else look
         spans.append(f"<span {look}>{text}</span>")
     return "".join(spans)
@@ -237,7 +257,9 @@ def _lens(view: View) -> str:
         for position, top in enumerate(view.top_tokens_LxT[layer]):
             piece, p = top[0]
             text = f"<b>{_shown(piece)}</b>" if piece == view.targets[position] else _shown(piece)
-            cells.append(f"<td class=cell style='{_blue(p)}' title='{_likely(top)}'>{text}</td>")
+            cells.append(
+                f"<td class=cell style='--share:{p:.3f}' title='{_likely(top)}'>{text}</td>"
+            )
         loss = f"<span class=note>{view.lens_L[layer]:.2f} nats</span>"
         rows.append(f"<td>layer {layer} {loss}</td>{''.join(cells)}")
     targets = "".join(f"<td class=cell>{_shown(piece)}</td>" for piece in view.targets)
@@ -260,21 +282,32 @@ def _map(attention: Map) -> str:
 
 def _numbers(attention: Map) -> list[str]:
     """Returns a table for each statistic, with one row per layer and one column per head."""
-    parts = []
-    for statistic, label in CAPTIONS.items():
-        if "cross_attention" in attention.name and statistic in SELF_ATTENTION_ONLY:
-            continue
-        values_LxN = attention.numbers[statistic]
-        low, high = float(values_LxN.min()), float(values_LxN.max())
-        head = "".join(f"<th>head {n}</th>" for n in range(values_LxN.shape[1]))
-        rows, shares_LxN = [], (values_LxN - low) / max(high - low, 1e-9) * 0.9
-        for layer, row, shares in zip(attention.layers, values_LxN, shares_LxN, strict=True):
-            cells = [(f"{x:.2f}", _blue(share)) for x, share in zip(row, shares, strict=True)]
-            cells = "".join(f"<td class=cell style='{look}'>{x}</td>" for x, look in cells)
-            rows.append(f"<td>layer {layer}</td>{cells}")
-        table = table_of_cells(f"<th></th>{head}", rows)
+    numbers, parts = attention.numbers, []
+    for label, x_LxN in ((CAPTIONS[name], numbers[name]) for name in CAPTIONS if name in numbers):
+        heads = [f"head {n}" for n in range(x_LxN.shape[1])]
+        table = _shaded(heads, attention.layers, x_LxN)
         parts.append(f"<div><p class=about>{label.capitalize()}</p>{table}</div>")
     return parts
+
+
+def _shaded(columns: Sequence[str], layers: Sequence[int], values_LxC: np.ndarray) -> str:
+    """Returns a table with a row per layer. Higher values have a darker background."""
+    low, span = values_LxC.min(), max(np.ptp(values_LxC), 1e-9)
+    cell = lambda x: f"<td class=cell style='--share:{0.9 * (x - low) / span:.3f}'>{x:.2f}</td>"
+    cells_L = ["".join(map(cell, row)) for row in values_LxC]
+    rows = [f"<td>layer {n}</td>{cells}" for n, cells in zip(layers, cells_L, strict=True)]
+    return table_of_cells("".join(f"<th>{x}</th>" for x in ("", *columns)), rows)
+
+
+def _patched(other: str, tokens: Sequence[str], losses_2, losses_LxT: np.ndarray) -> list[str]:
+    losses = "Without a patch, the loss is {:.2f} on this text, {:.2f} on the other, for the same"
+    return [
+        f"<h2>Activation patching</h2><p><b>other text</b> {html.escape(other)}</p>",
+        _shaded([_shown(x) for x in tokens], range(len(losses_LxT)), losses_LxT),
+        "<p class=note>A cell is the loss on this text, in nats, if the residual stream after this "
+        f"layer is that of the other text at this token. {losses.format(*losses_2)} targets: the "
+        "last token of the text, or all tokens of an answer.</p>",
+    ]
 
 
 def _profiles(view: View) -> list[str]:

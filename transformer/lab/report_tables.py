@@ -13,12 +13,10 @@ from transformer.lab import effects
 from transformer.lab.formatting import p_value, signed, spell
 from transformer.lab.profiles import Profile, measured_text
 from transformer.lab.results import Arm, Results
-from transformer.lab.statistics import mean
 from transformer.lab.verdict import Verdict, validated
 from transformer.mapping import to_mapping
 from transformer.output import human_count, human_tokens
 from transformer.parallel.sharding import format_bytes
-from transformer.units import kind
 
 # What manifests record about the conditions of a measurement.
 CONDITIONS = ("host", "devices", "mesh", "processes", "versions", "commit", "trained_together")
@@ -149,10 +147,7 @@ def measured(verdict: Verdict) -> list[list[str]]:
     names = sorted(x for x in names if x.startswith("test/") and x != decides and not is_profile(x))
     parts = [measured_text(verdict.results, metric) for metric in names]
     head = [x + f" ({part})" * bool(part) for x, part in zip(names, parts, strict=True)]
-    spelled = lambda arm, metric: spell(
-        mean(list(arm.values(metric).values()), kind(metric).bounds)
-    )
-    rows = [[name, *(spelled(arm, metric) for metric in names)] for name, arm in arms.items()]
+    rows = [[name, *(spell(arm.mean(x)) for x in names)] for name, arm in arms.items()]
     return [["arm", *head], *rows] if names else []
 
 

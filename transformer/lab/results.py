@@ -15,6 +15,7 @@ from transformer.errors import UserError, nearest
 from transformer.evaluation.evaluators.base import measures
 from transformer.files import read_json
 from transformer.lab.guard import allowed_facts
+from transformer.lab.statistics import Mean, mean
 from transformer.lab.study import Study, load_study
 from transformer.mapping import to_mapping
 from transformer.output import count, listed
@@ -125,6 +126,10 @@ class Arm(NamedTuple):
         ended = {seed: run for seed, run in self.runs.items() if run.diverged is None}
         values = {seed: run.outcome(metric) for seed, run in ended.items()}
         return {seed: value for seed, value in values.items() if math.isfinite(value)}
+
+    def mean(self, metric: str) -> Mean:
+        """Returns the mean of these values, with its interval."""
+        return mean(list(self.values(metric).values()), kind(metric).bounds)
 
     @property
     def diverged(self) -> dict[int, int]:

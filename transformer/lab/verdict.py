@@ -12,7 +12,7 @@ from transformer.lab.effects import CLOSE, Cells, Effect, Scan
 from transformer.lab.formatting import number, p_value, signed, spell, spell_range
 from transformer.lab.profiles import Profile, profiles
 from transformer.lab.results import Arm, Results
-from transformer.lab.statistics import Difference, Mean, corrected, difference, mean
+from transformer.lab.statistics import Difference, Mean, corrected, difference
 from transformer.units import kind
 
 NAMED = 8  # arms that a sentence names, at most; the table has all of them
@@ -49,7 +49,7 @@ def derive_verdict(results: Results) -> Verdict:
     to_base = corrected({arm: difference(values[arm], values[base.name]) for arm in others})
     rows, progress = {}, validated(results)
     for name, arm in arms.items():
-        value, versus = mean(list(values[name].values()), kind(metric).bounds), to_base.get(name)
+        value, versus = arm.mean(metric), to_base.get(name)
         reaches = _reaches(arm, base, progress, 1.0 if progress == "eval/loss" else sign)
         rows[name] = Row(arm, value, versus, _outcome(versus, sign), reaches)
     scanned, cells = tuple(effects.scans(results)), effects.cells_of(results, values)

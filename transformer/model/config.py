@@ -11,11 +11,10 @@ from flax.core import FrozenDict
 from transformer.checks import Choice, strict
 from transformer.limits import POSITIVE, Count, NonNegative, Positive, Rate, Size, at_least, at_most
 from transformer.model import positions, special_tokens
-from transformer.model.config_checks import check
-from transformer.model.effects import EFFECTS, mixer_reads
+from transformer.model.config_checks import EFFECTS, check, mixer_reads
 from transformer.model.feed_forwards.base import FEED_FORWARDS, FeedForward
 from transformer.model.mixers.base import MIXERS, SHARED_FIELDS, SOURCE_MIXERS, Mixer
-from transformer.model.norms import Norm
+from transformer.model.modules import Norm
 from transformer.model.parametrizations.base import NONE, PARAMETRIZATIONS
 from transformer.model.placements.base import PLACEMENTS, Placement
 
@@ -350,7 +349,7 @@ class ModelConfig:
         return len(self.mixers(side)) + self.feed_forward_kind.exists
 
     def observes(self, what: str) -> bool:
-        """Returns whether some mixer or cross-attention can record `what` (watch.py)."""
+        """Returns whether some mixer or cross-attention can record `what` (modules.py)."""
         return any(what in mixer.observes for mixer in self.mixers_of())
 
     def last_placement(self, side: str) -> Placement:

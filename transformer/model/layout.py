@@ -7,9 +7,10 @@ they are the same for every layout. Layouts and external weights are converted b
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import jax
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
@@ -73,6 +74,14 @@ def unroll(config: ModelConfig, params: Any) -> tuple[ModelConfig, Any]:
     flat = flatten(params)
     layers = {name: part(flat[path], index) for name, (path, index) in where(config, flat).items()}
     return dataclasses.replace(config, scan_layers=False, pipeline_rounds=1), unflatten(layers)
+
+
+def by_layer(config: ModelConfig, recorded: Any) -> Iterator[tuple[str, int, str, Any]]:
+    """Yields (stack, layer, name in it, value) of what the layers recorded, in order."""
+    flat = flatten(recorded)
+    places = {split_layer_path(name): place for name, place in where(config, flat).items()}
+    for location, (path, index) in sorted(places.items()):
+        yield *location, jax.tree.map(functools.partial(part, place=index), flat[path][0])
 
 
 def layer_shapes(config: ModelConfig, flat: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:

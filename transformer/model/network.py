@@ -16,13 +16,12 @@ from transformer.checks import one_of
 from transformer.errors import UserError, nearest
 from transformer.model.cache import Cache, check_cache, empty_cache
 from transformer.model.config import ModelConfig
-from transformer.model.embedding import Embedding, Head, Unembedding
-from transformer.model.heads import Classifier
+from transformer.model.embedding import Classifier, Embedding, Head, Unembedding
 from transformer.model.inputs import check_same_documents, check_sources, check_token_types, locate
 from transformer.model.masks import Tokens
+from transformer.model.modules import WATCHED
 from transformer.model.roles import initialized, parameter_rules
 from transformer.model.stack import Stack
-from transformer.model.watch import WATCHED
 
 _COLLECTIONS = (*WATCHED, "losses", "intermediates")  # the collections that `apply` may return
 
@@ -90,7 +89,7 @@ class _Family(nn.Module):
           rngs: {"dropout": key}, required with `deterministic=False`.
           method: another method: "classify" (labels), "hidden" or "features" (the last hidden
             state), "encode", "decode" (with a cache). Default: `__call__`.
-          mutable: collections to record: "sizes", "streams", "heads", "maps" (model/watch.py).
+          mutable: collections to record: "sizes", "streams", "heads", "maps" (model/modules.py).
           capture_intermediates: as in `flax.linen.Module.apply`.
 
         Returns:
@@ -281,7 +280,7 @@ def build_model(config: ModelConfig) -> nn.Module:
 
     An encoder_decoder takes source and target in place of tokens. `help(model.apply)` describes
     padding, packing, dropout and other options. Attention maps and other internals are recorded in
-    collections: `logits, seen = model.apply(params, tokens, mutable=["maps"])` (model/watch.py)."""
+    collections: `logits, seen = model.apply(params, tokens, mutable=["maps"])`."""
     return FAMILIES[config.family](config)
 
 

@@ -1,7 +1,7 @@
 """The residual connection of every sublayer, by the formula of placements/base.py. In it, a and s
 are constants, g is a learned scalar and l a learned vector. Parallel sublayers (GPT-J, GPT-NeoX,
 PaLM) are one sum over branches, each with separate norms and a separate gate. A placement may
-replace the sum. The collection "sizes" (watch.py) records the root mean squares of the stream that
+replace the sum. The collection "sizes" (`WATCHED`) records the root mean squares of the stream that
 is read and of the branch.
 Shape suffixes: B batch, T length, D d_model."""
 
@@ -16,11 +16,10 @@ from flax.linen.initializers import constant
 
 from transformer.model.config import ModelConfig
 from transformer.model.dropout import Dropout, rate_of
-from transformer.model.initializers import declare
 from transformer.model.mixers.base import Context
+from transformer.model.modules import declare, watched
 from transformer.model.placements.base import Parts, Placement, Site, Streams
 from transformer.model.sharding import constrain
-from transformer.model.watch import watched
 
 
 class Residual(nn.Module):

@@ -16,10 +16,10 @@ from transformer.model.config import ModelConfig
 from transformer.model.dropout import Dropout, rate_of
 from transformer.model.masks import Tokens
 from transformer.model.mixers.base import Context
+from transformer.model.modules import WATCHED, watched
 from transformer.model.placements.base import Streams
 from transformer.model.residual import Residual, parts_of
 from transformer.model.sharding import axis_of, constrain
-from transformer.model.watch import WATCHED, watched
 
 REMAT_POLICIES = {
     "none": None,

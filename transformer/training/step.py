@@ -19,15 +19,8 @@ from transformer.model.config import ModelConfig
 from transformer.model.embedding import Head
 from transformer.model.masks import zigzag
 from transformer.parallel.sharding import BATCH, BATCH_AXES
+from transformer.training import loss as losses
 from transformer.training.config import TrainTask
-from transformer.training.loss import (
-    RouterSums,
-    Sums,
-    auto_chunks,
-    cross_entropy,
-    label_sums,
-    span_sums,
-)
 from transformer.training.state import TrainState
 
 _METHODS = {("tokens",): "features", ("labels",): "classify", ("tokens", "labels"): "both"}
@@ -44,27 +37,27 @@ _OPTIONS = {
 class ModelOutputs:
     """The model's outputs, as inputs of the losses. Those without targets in the batch are None."""
 
-    hidden_BxTxE: jax.Array | None
-    head: Head | None
-    label_logits: jax.Array | None
+    hidden_BxTxE: jax.Array | None  # input of the token head
+    head: Head | None  # the map from [..., E] to logits, [..., V]
+    label_logits: jax.Array | None  # [B, C] or [B, T, C]
     smoothing: float = struct.field(pytree_node=False, default=0.0)
     z_loss: float = struct.field(pytree_node=False, default=0.0)
     chunks: int = struct.field(pytree_node=False, default=1)
 
-    def token_loss(self, targets_BxT: jax.Array, weights_BxT: jax.Array) -> Sums:
+    def token_loss(self, targets_BxT: jax.Array, weights_BxT: jax.Array) -> losses.Sums:
         """Computes the cross-entropy of tokens without holding all logits at once (loss.py)."""
         operands = (self.hidden_BxTxE, self.head, targets_BxT, weights_BxT)
-        return cross_entropy(*operands, self.smoothing, self.z_loss, self.chunks)
+        return losses.cross_entropy(*operands, self.smoothing, self.z_loss, self.chunks)
 
-    def label_loss(self, labels: jax.Array, weights: jax.Array) -> Sums:
+    def label_loss(self, labels: jax.Array, weights: jax.Array) -> losses.Sums:
         """Computes the cross-entropy of classes, one per sequence or one per token."""
         assert self.label_logits is not None
-        return label_sums(self.label_logits, labels, weights, self.smoothing)
+        return losses.label_sums(self.label_logits, labels, weights, self.smoothing)
 
-    def span_loss(self, ends_Bx2: jax.Array, candidates_BxT: jax.Array) -> Sums:
+    def span_loss(self, ends_Bx2: jax.Array, candidates_BxT: jax.Array) -> losses.Sums:
         """Computes the cross-entropy of the ends of spans, from logits [B, T, 2]."""
         assert self.label_logits is not None
-        return span_sums(self.label_logits, ends_Bx2, candidates_BxT, self.smoothing)
+        return losses.span_sums(self.label_logits, ends_Bx2, candidates_BxT, self.smoothing)
 
 
 def run_model(
@@ -73,7 +66,7 @@ def run_model(
     smoothing: float = 0.0, z_loss: float = 0.0, watch: Sequence[str] = (),
 ) -> tuple[ModelOutputs, dict, Mapping]:  # fmt: skip
     """Runs the model on a batch. Returns the outputs, the batch in the mesh's order of positions,
-    and the collections of `watch` (model/watch.py) in which something was sown. A `dropout_key`
+    and the collections of `watch` (model/modules.py) in which something was sown. A `dropout_key`
     turns on dropout, as in training. `dropout_rate` overrides the config's rate."""
     order, predicts = order_of(task.model, mesh), task.objective.predicts
     batch = arrange(dict(batch), order, mesh)
@@ -88,7 +81,7 @@ def run_model(
     features, labels = results if len(predicts) == 2 else (results, results)
     hidden, head = features if "tokens" in predicts else (None, None)
     batch_size, length = batch["inputs"].shape
-    chunks = auto_chunks(batch_size, length, task.model.vocab_size, mesh)
+    chunks = losses.auto_chunks(batch_size, length, task.model.vocab_size, mesh)
     labels = labels if "labels" in predicts else None
     return ModelOutputs(hidden, head, labels, smoothing, z_loss, chunks), batch, sown
 
@@ -127,7 +120,7 @@ def batch_sums(
     outputs, batch, sown = run_model(model, params, batch, config, mesh, **extra)
     sums = config.objective.losses(outputs, batch)
     if sown:
-        sums["router"] = RouterSums.of(sown["losses"], _input_tokens(batch))
+        sums["router"] = losses.RouterSums.of(sown["losses"], _input_tokens(batch))
     return sums
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -108,26 +108,6 @@ class Loss(Protocol):
         """The reported metrics, per unit of weight."""
 
 
-class Outputs(Protocol):
-    """The outputs of the model for a batch (training/step.py)."""
-
-    hidden_BxTxE: jax.Array | None  # input of the token head; None without token targets
-    label_logits: jax.Array | None  # [B, C] or [B, T, C]; None without label targets
-
-    @property
-    def head(self) -> Callable[[jax.Array], jax.Array] | None:
-        """The map from [..., E] to logits, [..., V]. None without token targets."""
-
-    def token_loss(self, targets_BxT: jax.Array, weights_BxT: jax.Array) -> Loss:
-        """Cross-entropy of tokens, with `train.label_smoothing` and `train.z_loss` in training."""
-
-    def label_loss(self, labels: jax.Array, weights: jax.Array) -> Loss:
-        """Cross-entropy of classes, with `train.label_smoothing` in training."""
-
-    def span_loss(self, ends_Bx2: jax.Array, candidates_BxT: jax.Array) -> Loss:
-        """Mean cross-entropy of the first and the last position of a span, among candidates."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Objective:
     """A training objective. A config may set its fields: `dict(name="masked_lm", rate=0.3)`."""
@@ -193,8 +173,9 @@ class Objective:
         fields = {name: getattr(data, name) for name in names}
         return fields | {"objective": data.chosen.name, "family": task.model.family}
 
-    def losses(self, outputs: Outputs, batch: Batch) -> dict[str, Loss]:
+    def losses(self, outputs: Any, batch: Batch) -> dict[str, Loss]:
         """The losses of a batch by name, each a sum. By default, the cross-entropy of `predicts`.
+        `outputs` are the `ModelOutputs` of training/step.py, which compute cross-entropies.
 
         Training minimizes the sum of `loss / weight` over all losses. The main loss of a run is
         "tokens", else "labels", else the first. It is reported as `loss`, others as `NAME_loss`."""

@@ -9,7 +9,7 @@ from transformer.checks import plain
 from transformer.evaluation.evaluators.base import EVALUATORS, Metrics, OneBatch, Snapshot, Subject
 from transformer.evaluation.subject import SELF_ATTENTION_ONLY, as_documents
 from transformer.model.config import ModelConfig
-from transformer.model.layout import flatten, part, split_layer_path, where
+from transformer.model.layout import by_layer
 
 
 @EVALUATORS.register("attention")
@@ -28,7 +28,7 @@ class AttentionStatistics(OneBatch):
         mean distance, largest logit. `induction` (Olsson et al. 2022) is `repeated`, in decoders,
         on a random sequence that is repeated once."""
         model, params = subject.config.model, snapshot.params
-        heads = lambda params, batch: flatten(subject.watch(params, batch, "heads")[1]["heads"])
+        heads = lambda params, batch: subject.watch(params, batch, "heads")[1]["heads"]
         statistics = subject.program("attention", heads)
         for statistic, location, value in _by_head(model, statistics(params, subject.batch)):
             crosses = "/cross_attention/" in location
@@ -43,11 +43,10 @@ class AttentionStatistics(OneBatch):
 
 def _by_head(config: ModelConfig, heads: dict) -> Iterator[tuple[str, str, float]]:
     """Yields (STATISTIC, SIDE/LAYER/SUBLAYER/HEAD, value)."""
-    for name, (path, index) in where(config, heads).items():
-        side, layer, path_in_layer = split_layer_path(name)
+    for side, layer, path_in_layer, statistics in by_layer(config, jax.device_get(heads)):
         location = f"{side}/{layer:02d}/{path_in_layer.removesuffix('/heads')}"
-        for statistic, values in heads[path][0].items():
-            for head, value in enumerate(np.asarray(part(values, index))):
+        for statistic, values in statistics.items():
+            for head, value in enumerate(values):
                 yield statistic, f"{location}/{head:02d}", float(value)
 
 

@@ -4,12 +4,11 @@ import collections
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from transformer.evaluation.evaluators.base import EVALUATORS, NEEDS_TOKENS, Metrics, OneBatch
 from transformer.evaluation.subject import Snapshot, Subject, streams
 from transformer.model.config import ModelConfig
-from transformer.model.layout import flatten, part, split_layer_path, sublayer_of, where
+from transformer.model.layout import by_layer, flatten, part, split_layer_path, sublayer_of, where
 from transformer.training.step import batch_sums
 
 
@@ -42,17 +41,14 @@ class DepthProfile(OneBatch):
             if opt_state is not None:
                 updates = squares(subject.optimizer.update(grads, opt_state, params)[0])
             _, sown, _ = subject.watch(params, batch, "sizes")
-            return flatten(sown["sizes"]), squares(grads), squares(params), updates
+            return sown["sizes"], squares(grads), squares(params), updates
 
         run = subject.program(self, profile)
         sizes, grads, params, updates = run(snapshot.params, snapshot.opt_state, subject.batch)
-        for name, (path, index) in where(config.model, sizes).items():
-            side, layer, path_in_layer = split_layer_path(name)
-            location = f"{side}/{layer:02d}/{sublayer_of(path_in_layer)}"
-            values = {key: float(np.asarray(part(x, index))) for key, x in sizes[path][0].items()}
-            yield f"depth/stream/{location}", values["stream"]
-            relative = values["branch"] / values["kept"] if values["kept"] else 1.0
-            yield f"depth/branch/{location}", relative
+        for side, layer, path_in_layer, of_layer in by_layer(config.model, jax.device_get(sizes)):
+            location, kept = f"{side}/{layer:02d}/{sublayer_of(path_in_layer)}", of_layer["kept"]
+            yield f"depth/stream/{location}", float(of_layer["stream"])
+            yield f"depth/branch/{location}", float(of_layer["branch"] / kept) if kept else 1.0
         for location, square in grads.items():
             yield f"depth/gradient/{location}", float(square) ** 0.5
         for location, square in (updates or {}).items():

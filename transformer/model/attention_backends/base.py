@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from transformer.model.activations import soft_cap
 from transformer.model.dropout import keep_pairs, seeds, token_bits
 from transformer.model.masks import Mask, Tokens, pairs, zigzag
+from transformer.model.modules import soft_cap
 from transformer.model.positions import Pair, Position
 from transformer.model.sharding import axis_of
 

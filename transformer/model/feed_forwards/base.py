@@ -1,15 +1,21 @@
-"""The interface of feed-forwards, which act on each token. Their fields are options of configs."""
+"""The interface of feed-forwards, which act on each token, and the dense one. Fields are options.
+Shape suffixes: B batch, T length, D d_model, F d_ff."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import ClassVar
 
+import jax
 from flax import linen as nn
 
+from transformer.model.dropout import Dropout
+from transformer.model.masks import Tokens
+from transformer.model.modules import ACTIVATIONS, Config, Linear, gated
+from transformer.model.sharding import constrain
 from transformer.registry import Registry
 
 FEED_FORWARDS = Registry("model.feed_forward", __package__)
-Config = Any  # the layer's ModelConfig. Its module imports this one, so it cannot be imported here
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,3 +36,32 @@ class NoFeedForward(FeedForward):
     """No feed-forward sublayer, as in attention-only models and stacked LSTMs."""
 
     exists = False
+
+
+@FEED_FORWARDS.register("dense")
+class Dense(FeedForward):
+    """The same MLP for every token."""
+
+    def build(self, config, gain, out_gain):
+        return functools.partial(MLP, config, gain, out_gain)
+
+
+class MLP(nn.Module):
+    """act(x W_in + b_in) W_out + b_out. With `glu`, (act(x W_gate + b_gate) * (x W_in + b_in))
+    W_out + b_out (Shazeer 2020)."""
+
+    config: Config
+    gain: float  # scales the initial W_in, W_gate and W_out
+    out_gain: float  # additionally scales the initial W_out
+
+    @nn.compact
+    def __call__(self, x_BxTxD: jax.Array, tokens: Tokens, deterministic: bool) -> jax.Array:
+        cfg, names, act = self.config, ("embed", "ff"), ACTIVATIONS[self.config.activation]
+        up = functools.partial(Linear, cfg, (cfg.ff_size,), names, cfg.use_bias, self.gain)
+        h_BxTxF = up(name="in")(x_BxTxD)
+        gate = lambda: up(name="gate")(x_BxTxD)
+        h_BxTxF = gated(act, cfg.glu_limit, gate(), h_BxTxF) if cfg.glu else act(h_BxTxF)
+        h_BxTxF = constrain(h_BxTxF, ("batch", "length", "activation_ff"))
+        h_BxTxF = Dropout(cfg.activation_dropout)(h_BxTxF, deterministic)
+        gain = self.gain * self.out_gain
+        return Linear(cfg, (cfg.d_model,), ("ff", "embed"), cfg.use_bias, gain, name="out")(h_BxTxF)

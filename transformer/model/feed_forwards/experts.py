@@ -35,14 +35,11 @@ from jax.sharding import PartitionSpec as P
 
 from transformer.errors import UserError
 from transformer.limits import Count, NonNegative, Size, at_most
-from transformer.model.activations import ACTIVATIONS, gated
 from transformer.model.config import ModelConfig
 from transformer.model.dropout import drop
-from transformer.model.feed_forwards.base import FEED_FORWARDS, FeedForward
-from transformer.model.feed_forwards.dense import MLP
-from transformer.model.initializers import declare, matrix_init
-from transformer.model.linear import Linear
+from transformer.model.feed_forwards.base import FEED_FORWARDS, MLP, FeedForward
 from transformer.model.masks import Tokens
+from transformer.model.modules import ACTIVATIONS, Linear, declare, gated, matrix_init
 from transformer.model.sharding import constrain, fitting, gathered, platform
 
 BIAS = "router_bias"

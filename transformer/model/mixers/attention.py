@@ -17,14 +17,12 @@ from transformer.model import attention_backends, attention_statistics
 from transformer.model.attention_backends.base import by_head
 from transformer.model.cache import Shared, by_beam, empty_slots, extend
 from transformer.model.config import ModelConfig
-from transformer.model.initializers import declare
-from transformer.model.linear import Linear
 from transformer.model.masks import CAUSAL, SAME_SEGMENT, Mask, window
 from transformer.model.mixers import base
 from transformer.model.mixers.base import MIXERS, SHARED_FIELDS, SOURCE_MIXERS, Context, Mixer
+from transformer.model.modules import Linear, declare, watched
 from transformer.model.positions import Position, build
 from transformer.model.sharding import constrain
-from transformer.model.watch import watched
 
 
 class KeyValue(NamedTuple):
@@ -261,7 +259,7 @@ def inner_attention(
     `tokens` are those of the queries and those of the keys. `size` sets the scale (`scale_of`).
     `index` is the cache slot of the first query; None outside decoding. Also creates the parameters
     of the attention sink and of additive scores, passes on dropout, and records statistics if
-    `module` is watched (model/watch.py)."""
+    `module` is watched (model/modules.py)."""
     cfg, sink_N = module.config, None
     if cfg.attention_sink:
         sink_N = declare(module, "sink", nn.initializers.zeros, ("heads",), (cfg.num_heads,))

@@ -68,7 +68,7 @@ class Mixer:
     fields: ClassVar[frozenset[str]] = frozenset()
     # The hooks of position schemes (model/positions/base.py) that it supports
     hooks: ClassVar[frozenset[str]] = frozenset({"embed"})
-    observes: ClassVar[frozenset[str]] = frozenset()  # statistics that it can record (watch.py)
+    observes: ClassVar[frozenset[str]] = frozenset()  # statistics that it can record (modules.py)
     # How a decoder layer reads the encoder. A name in SOURCE_MIXERS: in a separate sublayer.
     # "none": not at all. Any other value: inside the mixer. A mixer may make this an option.
     source: ClassVar[str] = "cross_attention"

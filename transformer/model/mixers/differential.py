@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from transformer.model.cache import empty_slots
-from transformer.model.initializers import declare
 from transformer.model.mixers.attention import Attention, KeyValue, SelfAttention
 from transformer.model.mixers.base import MIXERS
+from transformer.model.modules import declare
 
 
 @MIXERS.register("differential")

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from transformer.model.cache import empty_slots
-from transformer.model.linear import Linear
 from transformer.model.mixers.attention import Attention, KeyValue, SelfAttention, scale_of
 from transformer.model.mixers.base import MIXERS, Context
+from transformer.model.modules import Linear
 from transformer.model.positions import Position
 
 CHANNELS = 8  # of queries and keys: twice three parts of a sum, and two zeros, as kernels prefer 8

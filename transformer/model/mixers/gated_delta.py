@@ -11,11 +11,10 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from transformer.limits import Size
-from transformer.model.initializers import declare
-from transformer.model.linear import Linear
 from transformer.model.masks import Tokens
 from transformer.model.mixers.attention import merge_heads
 from transformer.model.mixers.base import MIXERS, Context, Mixer, MixerModule
+from transformer.model.modules import Linear, declare
 
 
 class GatedDeltaState(NamedTuple):

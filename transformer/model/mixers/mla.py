@@ -13,9 +13,9 @@ from flax import linen as nn
 from transformer.limits import Count
 from transformer.model.cache import empty_slots, extend
 from transformer.model.config import ModelConfig
-from transformer.model.linear import Kernel, Linear
 from transformer.model.mixers.attention import inner_attention, merge_heads, self_mask, shard_heads
 from transformer.model.mixers.base import MIXERS, NORM_FIELDS, Context, Mixer, MixerModule
+from transformer.model.modules import Kernel, Linear
 from transformer.model.positions import Position, build
 
 

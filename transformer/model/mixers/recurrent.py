@@ -13,9 +13,9 @@ from flax import linen as nn
 from transformer.checks import one_of
 from transformer.model.cache import Shared
 from transformer.model.config import ModelConfig
-from transformer.model.linear import Kernel, Linear
 from transformer.model.masks import SAME_SEGMENT, Tokens
 from transformer.model.mixers.base import MIXERS, SOURCE_MIXERS, Context, Mixer, MixerModule
+from transformer.model.modules import Kernel, Linear
 
 
 class RecurrentState(NamedTuple):
