@@ -193,6 +193,7 @@ def test_field_without_effect_raises(field):
                 ({"d_model": 8}, {}, "encoder.d_model: 8 needs model.share_embeddings=False"),
                 ({"layer_pattern": [{"position": "none"}]}, {}, "'position' cannot differ from"),
                 ({"layer_pattern": [5]}, {}, "model.encoder.layer_pattern: expected a mapping"),
+                ({"layer_pattern": [{"window": 3}] * 3}, {"num_decoder_layers": 3}, "no effect"),
                 ({"layer_pattern": []}, GATED, "it would replace model.layer_pattern, which sets"),
                 ({"d_ff": 8}, MUP, "model.encoder: the base model of a parametrization has one"),
             )

@@ -18,7 +18,7 @@ from transformer.planning import chips, page as pages, programs
 from transformer.planning.chips import Topology, topology
 from transformer.planning.plan import make_plan
 from transformer.planning.programs import batch_shapes
-from transformer.planning.search import page, search
+from transformer.planning.search import _kept_bytes, page, search
 
 # ---- the shapes of a batch, without its text
 
@@ -222,6 +222,18 @@ def test_search_ranks_fitting_plans_by_step_time(monkeypatch):
         UserError, match="nothing to try .* parameters, gradients and optimizer take"
     ):
         search(planned_experiment(), Topology("h100", (4,)), jax.devices()[:4], 3, progress.append)
+
+
+def test_search_counts_what_each_stack_keeps():
+    """Each stack keeps activations of its own layers, tokens and widths."""
+    mesh = dict.fromkeys(("data", "stage", "fsdp", "expert", "context", "tensor"), 1)
+    kept = lambda **fields: _kept_bytes(planned_experiment("encoder_decoder", **fields), mesh)
+    decoder = _kept_bytes(planned_experiment(), mesh)
+    both = kept(num_encoder_layers=3)
+    assert both == pytest.approx(2 * decoder)  # equal stacks
+    assert kept(num_encoder_layers=1) == pytest.approx(decoder * 4 / 3)
+    narrow = {"encoder": {"d_model": D // 2, "d_ff": FF // 2}, "share_embeddings": False}
+    assert kept(num_encoder_layers=3, **narrow) == pytest.approx(1.5 * decoder)
 
 
 # ---- the TPU compiler, which needs no TPU

@@ -164,6 +164,13 @@ def test_report_states_how_an_optimum_depends_on_a_size(tmp_path):
     assert all(row[3].startswith("-1.00") and row[4] == optima for row in rows)
     changes = "The best learning_rate changes detectably with model.d_ff: rotary -1.00 ["
     assert any(sentence.startswith(changes) for sentence in verdict.sentences)
+    study = dataclasses.replace(study, folder=tmp_path / "edge")
+    study.write()
+    play(study, lambda config: 3.0 - config.optimizer.learning_rate)
+    verdict, (section,) = report.judge([study.folder], "", "", None)
+    assert {row[3] for row in section.tables[-1][1:]} == {"not identified"}
+    unknown = "The best learning_rate changes detectably with model.d_ff in no arm; no slope is "
+    assert any(sentence == f"{unknown}identified." for sentence in verdict.sentences)
 
 
 def test_optimum_beyond_all_values_is_not_bracketed(tmp_path):

@@ -5,7 +5,7 @@ patching replaces the residual stream after one layer, at one token, by that of 
 text (Meng et al. 2022, arXiv:2202.05262). Suffixes: B batch, T length, L layers, N heads."""
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -25,9 +25,7 @@ def _losses(subject: Subject, params, batch: Mapping) -> jax.Array:
     return jnp.sum(losses_BxT, axis=1) / jnp.sum(read["weights"], axis=1)
 
 
-def ablated(
-    subject: Subject, params, batch: Mapping, name: str, layers: Sequence[int]
-) -> np.ndarray:
+def ablated(subject: Subject, params, batch: Mapping, name: str, layers: list[int]) -> np.ndarray:
     """Returns the loss of the first sequence without each head of a sublayer, such as "decoder
     self_attention", [L, N]. A head's part of W_O is 0. In differential attention, a head is a
     pair. Raises UserError if the attention has no W_O."""

@@ -34,9 +34,11 @@ class Tuning(NamedTuple):
     def sentences(self) -> list[str]:
         """What tuning changes, and which optima are uncertain."""
         lines = []
-        for (name, field), rows in itertools.groupby(self.slopes(), lambda row: row[:2]):
-            moves = [f"{x or 'slope'} {slope}" for *_, x, slope, differs, _ in rows if differs]
+        for (name, field), group in itertools.groupby(self.slopes(), lambda row: row[:2]):
+            rows = [row[2:5] for row in group]
+            moves = [f"{x or 'slope'} {slope}" for x, slope, differs in rows if differs]
             where = f": {', '.join(moves)} (slopes)" if moves else " in no arm"
+            where += "; no slope is identified" * ({x for _, x, _ in rows} == {"not identified"})
             lines.append(f"The best {name} changes detectably with {field}{where}.")
         if self.untuned is not None:
             changed, base = [], self.tuned.results.sweep.baseline

@@ -114,7 +114,7 @@ def _check_sources(config) -> None:
 
 def _check_encoder(config) -> None:
     """Checks the fields in which the encoder of an encoder_decoder differs from its decoder."""
-    stack = config.stack("encoder")
+    stack = config.stack("encoder").part(family="encoder")
     if "layer_pattern" in config.encoder and any({*x} - {"window"} for x in config.layer_pattern):
         problem = "it would replace model.layer_pattern, which sets more than windows"
         raise UserError(f"model.encoder.layer_pattern: {problem}; leave it out")

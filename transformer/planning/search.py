@@ -15,6 +15,7 @@ import jax
 from transformer.config import Experiment
 from transformer.errors import UserError
 from transformer.mapping import apply_overrides
+from transformer.model.config import ModelConfig
 from transformer.model.network import abstract_params
 from transformer.parallel.sharding import batch_parts, format_bytes
 from transformer.planning.chips import Topology
@@ -117,35 +118,36 @@ def _with_layout(config: Experiment, mesh: dict, remat: str, times: int) -> Expe
     return apply_overrides(config, {"model.remat": remat, "train.accumulate": accumulate})
 
 
-def _tokens(config: Experiment, mesh: dict[str, int]) -> float:
-    """Returns the tokens that a device processes at a time, those of both stacks added."""
-    data, parts = config.data, batch_parts(mesh) * mesh["context"]
-    length = data.length + (data.decoder_length if config.model.is_encoder_decoder else 0)
-    return data.batch_size * length / parts / config.train.accumulate
+def _stacks(config: Experiment, mesh: dict[str, int]) -> Iterator[tuple[str, ModelConfig, float]]:
+    """Yields each stack, its config, and its layers times the tokens on a device at a time."""
+    data, model = config.data, config.model
+    parts = batch_parts(mesh) * mesh["context"] * mesh["stage"] * config.train.accumulate
+    for side, length in zip(model.sides, (data.length, data.decoder_length), strict=False):
+        yield side, model.stack(side), model.num_layers(side) * data.batch_size * length / parts
 
 
 def _kept_bytes(config: Experiment, mesh: dict[str, int]) -> float:
     """Returns a lower bound of the bytes that the layers keep for the backward pass."""
-    model = config.model
-    streams, hidden = {"none": (4, 3), "dots": (3, 2), "full": (1, 0)}[model.remat]
-    side = model.sides[-1]
-    begin = lambda x: model.last_placement(side).begin(x, model.residuals(side))
-    x = jax.ShapeDtypeStruct((1, 1, model.d_model), model.dtype)
-    carried = sum(stream.size for stream in jax.tree.leaves(jax.eval_shape(begin, x)))
-    width = (streams - 1) * model.d_model + carried + hidden * model.ff_size
-    layers, size = max(map(model.num_layers, model.sides)), 2 if model.dtype == "bfloat16" else 4
-    return layers * _tokens(config, mesh) * width * size / mesh["tensor"] / mesh["stage"]
+    streams, hidden = {"none": (4, 3), "dots": (3, 2), "full": (1, 0)}[config.model.remat]
+
+    def width(side: str, model: ModelConfig) -> int:
+        begin = lambda x: model.last_placement(side).begin(x, model.residuals(side))
+        x = jax.ShapeDtypeStruct((1, 1, model.d_model), model.dtype)
+        carried = sum(stream.size for stream in jax.tree.leaves(jax.eval_shape(begin, x)))
+        return (streams - 1) * model.d_model + carried + hidden * model.ff_size
+
+    kept = sum(width(*stack) * tokens for *stack, tokens in _stacks(config, mesh))
+    return kept * (2 if config.model.dtype == "bfloat16" else 4) / mesh["tensor"]
 
 
 def _sent_bytes(config: Experiment, size: float, mesh: dict[str, int]) -> float:
     """Returns about the bytes that a device sends in a step. fsdp gathers parameters twice and
     scatters gradients, data sums gradients, tensor moves the residual stream between sublayers."""
-    size, model = size * 2 / (mesh["tensor"] * mesh["stage"] * mesh["expert"]), config.model
+    size = size * 2 / (mesh["tensor"] * mesh["stage"] * mesh["expert"])
     summed = 2 * size / mesh["fsdp"] * (1 - 1 / mesh["data"])
     parameters = 3 * size * (1 - 1 / mesh["fsdp"]) + summed
-    layers = sum(map(model.num_layers, model.sides))
-    stream = 8 * layers * _tokens(config, mesh) * model.d_model * 2 * (1 - 1 / mesh["tensor"])
-    return parameters * config.train.accumulate + stream / mesh["stage"]
+    stream = 16 * sum(model.d_model * tokens for _, model, tokens in _stacks(config, mesh))
+    return parameters * config.train.accumulate + stream * (1 - 1 / mesh["tensor"])
 
 
 def _describe(config: Experiment) -> str:
