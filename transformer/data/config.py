@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Annotated, Literal, Protocol
+from typing import Annotated, Any, Literal
 
 from flax.core import FrozenDict
 
@@ -11,7 +11,6 @@ from transformer.data import corpora, mixture, probes
 from transformer.data.objectives import OBJECTIVES
 from transformer.errors import UserError
 from transformer.limits import POSITIVE, Count, NonNegative, Size, at_least, at_most
-from transformer.model.config import ModelConfig
 
 _HAS_FIELDS = ("tsv", "jsonl", "parquet", "arrayrecord", "huggingface")
 FORMATS = (*_HAS_FIELDS, "paired", "text", "documents", "probe", "prepared")
@@ -199,14 +198,6 @@ class DataConfig:
         return self.target_length or self.length
 
 
-class Task(Protocol):
-    """The parts of an experiment that determine the batches."""
-
-    @property
-    def model(self) -> ModelConfig: ...
-
-    @property
-    def data(self) -> DataConfig: ...
-
-    @property
-    def seed(self) -> int: ...
+Task = Any
+"""What determines the batches: an Experiment, or an object with its `model`, `data` and `seed`.
+Packages below `transformer.config` cannot import it, so experiments are not typed there."""

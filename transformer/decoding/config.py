@@ -1,12 +1,10 @@
 """The config of decoding: how a trained model generates text."""
 
-from typing import Annotated, Protocol
+from typing import Annotated
 
 import jax
 
 from transformer.checks import Effect, coerce, strict, type_hints
-from transformer.data.config import Task
-from transformer.data.objectives.base import Objective
 from transformer.errors import UserError
 from transformer.limits import Count, NonNegative, Positive, Size, at_most
 
@@ -54,13 +52,3 @@ def check_numbers(**numbers) -> None:
         if not isinstance(value, jax.core.Tracer):
             is_scalar = isinstance(value, jax.Array) and not value.shape
             coerce(value.item() if is_scalar else value, kinds[name], name)
-
-
-class DecodingTask(Task, Protocol):
-    """The parts of an experiment that determine the text that a trained model generates."""
-
-    @property
-    def objective(self) -> Objective: ...
-
-    @property
-    def decoding(self) -> DecodingConfig: ...

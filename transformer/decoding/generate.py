@@ -11,9 +11,10 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from transformer.data.batching import by_width
+from transformer.data.config import Task
 from transformer.data.tokenizer import Tokenizer
 from transformer.decoding.beam import beam_search
-from transformer.decoding.config import DecodingConfig, DecodingTask
+from transformer.decoding.config import DecodingConfig
 from transformer.decoding.sampling import sample
 from transformer.errors import UserError
 from transformer.mapping import to_mapping
@@ -45,7 +46,7 @@ def check_tokenizer(tokenizer: Tokenizer | None) -> Tokenizer:
 class Generator:
     """A trained model that generates text. `cut` counts inputs that were too long and cut."""
 
-    config: DecodingTask
+    config: Task
     params: Any
     tokenizer: Tokenizer | None
     cut: int = 0

@@ -11,12 +11,12 @@ import numpy as np
 from jax.sharding import Mesh
 
 from transformer.data.batching import assemble, by_width
+from transformer.data.config import Task
 from transformer.data.objectives.base import Segment, given
 from transformer.data.tokenizer import Tokenizer
 from transformer.errors import UserError, look_up
 from transformer.evaluation.subject import Subject
 from transformer.model.embedding import POOLINGS
-from transformer.training.config import TrainTask
 
 Pair = tuple[Sequence[int], Sequence[int]]  # the ids of a context and of its continuation
 
@@ -35,7 +35,7 @@ class Scorer:
     context and continuation in one sequence; a context that is too long loses its first tokens. In
     an encoder-decoder, the encoder reads the context and eos."""
 
-    config: TrainTask
+    config: Task
     params: Any
     tokenizer: Tokenizer
     mesh: Mesh
@@ -93,7 +93,7 @@ def _batches(
 
 
 def embed_texts(
-    config: TrainTask, params: Any, tokenizer: Tokenizer, mesh: Mesh, texts: Sequence[str],
+    config: Task, params: Any, tokenizer: Tokenizer, mesh: Mesh, texts: Sequence[str],
     pooling: str, batch_size: int,
 ) -> np.ndarray:  # fmt: skip
     """Returns the pooled last hidden states of the encoder, or of the only stack: [texts, D]. A

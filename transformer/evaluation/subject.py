@@ -13,12 +13,12 @@ import optax
 from flax import linen as nn
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
+from transformer.data.config import Task
 from transformer.data.pipeline import Data
 from transformer.model.layout import by_layer
 from transformer.model.network import build_model
 from transformer.model.placements.base import Parts
 from transformer.parallel.sharding import Share
-from transformer.training.config import TrainTask
 from transformer.training.loss import auto_chunks
 from transformer.training.step import run_model
 
@@ -46,7 +46,7 @@ class Snapshot:
 class Subject:
     """A model and a part of its text, on a mesh. Compiled programs are cached for later calls."""
 
-    config: TrainTask
+    config: Task
     data: Data | None  # None: the caller provides the batches
     part: str
     mesh: Mesh
@@ -67,7 +67,7 @@ class Subject:
         """The first batch of the text."""
         return self.share.place(self.data.batches(self.part, self.share.sequences)[0])
 
-    def with_config(self, config: TrainTask) -> "Subject":
+    def with_config(self, config: Task) -> "Subject":
         """Returns a Subject with the same text and another config. Results are cached."""
         if config not in self.programs:
             data = dataclasses.replace(self.data, config=config)

@@ -1,14 +1,11 @@
 """Configs of the optimizer and of the training loop."""
 
 import itertools
-from typing import Annotated, Literal, Protocol
+from typing import Annotated, Literal
 
 from transformer.checks import Choice, Effect, strict
-from transformer.data.config import Task
-from transformer.data.objectives.base import Objective
 from transformer.errors import UserError
 from transformer.limits import POSITIVE, Count, NonNegative, Positive, Rate, Size, at_least, at_most
-from transformer.parallel.config import MeshConfig
 from transformer.training.optimizers.base import OPTIMIZERS, Optimizer
 
 
@@ -125,19 +122,3 @@ class TrainConfig:
         if self.average_checkpoints > 1 and self.ema_decay:
             problem = "both average the parameters; set one of them to 0"
             raise UserError(f"{field} and train.ema_decay: {problem}")
-
-
-class TrainTask(Task, Protocol):
-    """The parts of an experiment that determine how its parameters are trained."""
-
-    @property
-    def objective(self) -> Objective: ...
-
-    @property
-    def optimizer(self) -> OptimizerConfig: ...
-
-    @property
-    def train(self) -> TrainConfig: ...
-
-    @property
-    def mesh(self) -> MeshConfig: ...

@@ -9,11 +9,11 @@ import optax
 from flax import linen as nn, struct
 from jax.sharding import Mesh
 
+from transformer.data.config import Task
 from transformer.errors import UserError
 from transformer.model.config import ModelConfig
 from transformer.model.layout import flatten, join, part, where
 from transformer.parallel.sharding import path_name, shardings, unbox
-from transformer.training.config import TrainTask
 
 
 @struct.dataclass
@@ -31,7 +31,7 @@ class TrainState:
         return self.params if self.ema is None else self.ema
 
 
-def state_maker(config: TrainTask, model: nn.Module, optimizer: optax.GradientTransformation):
+def state_maker(config: Task, model: nn.Module, optimizer: optax.GradientTransformation):
     """Returns a function key -> TrainState, with logical axis names on every parameter."""
 
     def make(key):
@@ -44,7 +44,7 @@ def state_maker(config: TrainTask, model: nn.Module, optimizer: optax.GradientTr
 
 
 def abstract_state(
-    config: TrainTask, model: nn.Module, optimizer: optax.GradientTransformation, mesh: Mesh
+    config: Task, model: nn.Module, optimizer: optax.GradientTransformation, mesh: Mesh
 ) -> tuple[TrainState, TrainState]:
     """Returns the state's shapes (with shardings) and its shardings, without allocating memory."""
     key = jax.eval_shape(lambda: jax.random.key(config.seed))
@@ -87,7 +87,7 @@ def relayout(
 
 
 def init_state(
-    config: TrainTask, model: nn.Module, optimizer: optax.GradientTransformation,
+    config: Task, model: nn.Module, optimizer: optax.GradientTransformation,
     shardings: TrainState,
 ) -> TrainState:  # fmt: skip
     """Initializes the state of step 0, sharded as `shardings` (from `abstract_state`)."""

@@ -12,6 +12,7 @@ import optax
 from flax import linen as nn, struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
+from transformer.data.config import Task
 from transformer.data.objectives.base import Loss
 from transformer.model import positions
 from transformer.model.attention_backends import record
@@ -20,7 +21,6 @@ from transformer.model.embedding import Head
 from transformer.model.masks import zigzag
 from transformer.parallel.sharding import BATCH, BATCH_AXES
 from transformer.training import loss as losses
-from transformer.training.config import TrainTask
 from transformer.training.state import TrainState
 
 _METHODS = {("tokens",): "features", ("labels",): "classify", ("tokens", "labels"): "both"}
@@ -61,7 +61,7 @@ class ModelOutputs:
 
 
 def run_model(
-    model: nn.Module, params, batch: dict, task: TrainTask, mesh: Mesh, *,
+    model: nn.Module, params, batch: dict, task: Task, mesh: Mesh, *,
     dropout_key: jax.Array | None = None, dropout_rate: jax.Array | None = None,
     smoothing: float = 0.0, z_loss: float = 0.0, watch: Sequence[str] = (),
 ) -> tuple[ModelOutputs, dict, Mapping]:  # fmt: skip
@@ -111,7 +111,7 @@ def arrange(batch: dict, order: str, mesh: Mesh) -> dict:
 
 
 def batch_sums(
-    model: nn.Module, params, batch: dict, config: TrainTask, mesh: Mesh, dropout_key=None, **extra
+    model: nn.Module, params, batch: dict, config: Task, mesh: Mesh, dropout_key=None, **extra
 ) -> dict[str, Loss]:
     """Computes the objective's losses of one batch, whose fields are those of `data.batching`. In
     training (with a `dropout_key`), the result also contains the routers' auxiliary losses.
@@ -125,7 +125,7 @@ def batch_sums(
 
 
 def attention_backends(
-    config: TrainTask, model: nn.Module, params, batch: dict, mesh: Mesh
+    config: Task, model: nn.Module, params, batch: dict, mesh: Mesh
 ) -> dict[str, str]:
     """Returns each attention backend of a step -> why a preferred one is not used, or ""."""
     key = jax.random.key(0)
@@ -142,7 +142,7 @@ def _input_tokens(batch: dict) -> jax.Array:
 
 
 def make_train_step(
-    config: TrainTask, model: nn.Module, optimizer: optax.GradientTransformation, mesh: Mesh,
+    config: Task, model: nn.Module, optimizer: optax.GradientTransformation, mesh: Mesh,
     shardings: TrainState,
 ) -> Callable:  # fmt: skip
     """Returns jit((state, batch) -> (state, metrics)) on these shardings. It donates the state."""
@@ -152,7 +152,7 @@ def make_train_step(
 
 
 def training_step(
-    config: TrainTask, model: nn.Module, optimizer: optax.GradientTransformation, mesh: Mesh, *,
+    config: Task, model: nn.Module, optimizer: optax.GradientTransformation, mesh: Mesh, *,
     seed: int | jax.Array | None = None, dropout_rate: jax.Array | None = None,
 ) -> Callable:  # fmt: skip
     """Returns (state, batch) -> (state, metrics). A `seed` or `dropout_rate` may be traced."""
@@ -222,7 +222,7 @@ def means(sums: dict[str, Loss]) -> dict:
     return {full(name, k): x for name, part in sums.items() for k, x in part.means().items()}
 
 
-def make_eval_step(config: TrainTask, model: nn.Module, mesh: Mesh, placed_params) -> Callable:
+def make_eval_step(config: Task, model: nn.Module, mesh: Mesh, placed_params) -> Callable:
     """Returns jit((params, batch) -> the sums of each loss, without smoothing and z-loss)."""
     sums = lambda params, batch: batch_sums(model, params, batch, config, mesh)
     return jax.jit(sums, in_shardings=(placed_params, NamedSharding(mesh, BATCH)))

@@ -4,11 +4,11 @@ import dataclasses
 from collections.abc import Mapping
 from typing import ClassVar
 
+from transformer.data.config import Task
 from transformer.errors import UserError
 from transformer.evaluation.evaluators import EVALUATORS, Kind
 from transformer.evaluation.subject import Metrics, Snapshot, Subject
 from transformer.output import count
-from transformer.training.config import TrainTask
 
 NEEDS_TOKENS = "requires target tokens, but data.objective predicts only classes"
 
@@ -27,11 +27,11 @@ class Evaluator:
         """Returns an error about the evaluator's options."""
         return UserError(f"train.evaluators: {self.name}: {problem}")
 
-    def why_not(self, task: TrainTask) -> str | None:
+    def why_not(self, task: Task) -> str | None:
         """Returns why the evaluator cannot measure an experiment ("requires ..."), or None."""
         return None
 
-    def measured_text(self, task: TrainTask) -> str:
+    def measured_text(self, task: Task) -> str:
         """Returns the part of the text that is measured, in words, or "" for all."""
         return ""
 
