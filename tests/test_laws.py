@@ -65,14 +65,6 @@ def test_studies_that_are_fitted_at_once_equal_studies_fitted_alone():
     assert np.ptp(together.E) > 0.01
 
 
-def test_a_fixed_floor_is_kept():
-    N, D, L = points(BASE)
-    assert fit_projected(N, D, L, floor=1.7).E == 1.7
-    np.testing.assert_allclose(
-        as_array(fit_projected(N, D, L, floor=BASE.E)), as_array(BASE), rtol=1e-6
-    )
-
-
 def test_gradient_of_the_huber_objective_matches_finite_differences():
     rng = np.random.default_rng(0)
     N, D, L = points(BASE)
@@ -164,7 +156,6 @@ def test_noiseless_studies_give_the_true_multiplier():
     for C in (design.C, 100 * design.C):
         k = scaling.multiplier("arm", C)
         np.testing.assert_allclose([k.value, k.low, k.high], 1.2, rtol=1e-4)
-    np.testing.assert_allclose(scaling.with_fixed_floor("arm", design.C), 1.2, rtol=1e-4)
     predicted = scaling.predict("arm", 1e8, 2e9)
     np.testing.assert_allclose([predicted.low, predicted.high], design.arm.loss(1e8, 2e9))
 

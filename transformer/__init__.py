@@ -16,8 +16,7 @@ from transformer.parallel.host import keep_freed_memory
 from transformer.version import __version__
 
 keep_freed_memory()
-# Each name is imported when it is first used: importing JAX and Flax takes a second, and `python -m
-# transformer --help` needs neither.
+# Names are imported when first used: `--help` needs neither JAX nor Flax, which take a second.
 with epy.lazy_api_imports(globals()):
     from transformer.api import LoadedRun, embed, evaluate, generate, load_run, score, train
     from transformer.config import Experiment, ModelConfig

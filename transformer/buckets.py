@@ -107,10 +107,9 @@ class _State(NamedTuple):
 
     @classmethod
     def of(cls, file: Path, generation: int) -> "_State | None":
-        try:
+        with contextlib.suppress(FileNotFoundError):
             return cls(generation, (stat := file.stat()).st_size, stat.st_mtime_ns)
-        except FileNotFoundError:
-            return None
+        return None
 
 
 def sync(mirror: Path) -> None:

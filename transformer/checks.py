@@ -1,7 +1,6 @@
 """Validation that all configs share. Each error is one line with the field, the value and a fix.
 
-`@strict(section, effects)` turns a class into a config. Annotated types limit the values of its
-fields (limits.py)."""
+`@strict(section, effects)` turns a class into a config, whose types limit its values (limits.py)"""
 
 import dataclasses
 import functools

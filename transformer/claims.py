@@ -64,10 +64,9 @@ class Process:
 
 def _container() -> str:
     """Returns the PID namespace of this process; "" on systems without namespaces."""
-    try:
+    with contextlib.suppress(OSError):
         return str(os.stat("/proc/self/ns/pid").st_ino)
-    except OSError:
-        return ""
+    return ""
 
 
 def _began(pid: int) -> str:
@@ -87,18 +86,15 @@ class _OnDisk:
 
     def create(self, holder: Process) -> bool:
         """Creates the file. Returns False if it exists: another process was faster."""
-        try:
-            with self.file.open("x") as file:
-                file.write(str(holder))
-        except FileExistsError:
-            return False
-        return True
+        with contextlib.suppress(FileExistsError), self.file.open("x") as file:
+            file.write(str(holder))
+            return True
+        return False
 
     def read(self) -> Process | None:
-        try:
+        with contextlib.suppress(FileNotFoundError):
             return Process.parse(self.file.read_text(errors="replace"))
-        except FileNotFoundError:
-            return None
+        return None
 
     def replace(self, holder: Process) -> None:
         write_atomic(self.file, str(holder))
@@ -108,10 +104,9 @@ class _OnDisk:
 
     def renewed(self) -> float:
         """Returns the time of the last renewal, or -inf if the file does not exist."""
-        try:
+        with contextlib.suppress(FileNotFoundError):
             return self.file.stat().st_mtime
-        except FileNotFoundError:
-            return -math.inf
+        return -math.inf
 
     def remove(self, holder: Process) -> bool:
         """Removes the file of that holder. Of several processes, only one succeeds."""
@@ -210,10 +205,9 @@ class Claim:
 
     def alive(self) -> bool:
         """Returns whether a living process holds the claim. True if it cannot be read now."""
-        try:
+        with contextlib.suppress(TemporaryError):
             return self._lives(self.holder())
-        except TemporaryError:
-            return True
+        return True
 
     def check(self) -> None:
         """Retakes a claim whose file is missing. Raises UserError if another may have held it."""

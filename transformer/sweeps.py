@@ -88,7 +88,13 @@ def chain(*grids: Grid) -> Grid:
 
 @dataclasses.dataclass(frozen=True)
 class Tuned:
-    """A number that is tuned for each arm; `tuned` describes the fields."""
+    """Tunes one number for each arm, for `Sweep(tune=...)`.
+
+    First, `points` values from `low` to `high` are tried, evenly spaced on a log scale (decays such
+    as b2: on a log scale of 1 - b2). Then `more` values follow, one by one: beyond the grid if the
+    best value is at its edge, otherwise halfway between the best value and its better neighbor. All
+    arms try equally many values. They are rounded to two digits, and to integers if `low` is one.
+    Example: tuned("optimizer.learning_rate", 1e-3, 3e-2)."""
 
     field: str
     low: float
@@ -136,15 +142,7 @@ class Tuned:
         return sorted({self.value(self.x(self.low) + n * self.step) for n in range(self.points)})
 
 
-def tuned(field: str, low: float, high: float, points: int = 5, more: int = 2) -> Tuned:
-    """Tunes one number for each arm, for `Sweep(tune=...)`.
-
-    First, `points` values from `low` to `high` are tried, evenly spaced on a log scale (decays such
-    as b2: on a log scale of 1 - b2). Then `more` values follow, one by one: beyond the grid if the
-    best value is at its edge, otherwise halfway between the best value and its better neighbor. All
-    arms try equally many values. They are rounded to two digits, and to integers if `low` is one.
-    Example: tuned("optimizer.learning_rate", 1e-3, 3e-2)."""
-    return Tuned(field, low, high, points, more)
+tuned = Tuned
 
 
 @dataclasses.dataclass(frozen=True)

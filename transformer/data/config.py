@@ -83,8 +83,7 @@ class DataConfig:
     """The text, the objective and the shape of the batches."""
 
     corpus: str = ""  # a known corpus (python -m transformer data); "" reads the files below
-    # tsv | paired | text | documents | jsonl | parquet | arrayrecord | huggingface | probe |
-    # prepared
+    # tsv|paired|text|documents|jsonl|parquet|arrayrecord|huggingface|probe|prepared
     format: str = "tsv"
     # A path or glob, local or gs://. paired: "source,target"; huggingface: "name[/subset]:split";
     # probe: "reverse:1-20"; prepared: a folder of `data prepare`.

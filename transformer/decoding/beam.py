@@ -59,7 +59,6 @@ def _grow(
     text = text.at[:, :, beams.step].set(token)
     real_logp = jnp.where(open_B[:, None] & (top_logp > NEVER / 2), top_logp, NEVER)
     ends, score = ending.ends(token), real_logp / length_penalty(beams.step + 1, alpha)
-    score = real_logp / length_penalty(beams.step + 1, alpha)
     score = jnp.where(ends & (real_logp > NEVER / 2), score, NEVER)
     ended_score, best = jax.lax.top_k(jnp.concatenate([beams.ended_score_BxK, score], 1), k)
     all_text = jnp.concatenate([beams.ended_BxKxL, text], 1)

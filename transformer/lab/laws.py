@@ -54,15 +54,15 @@ class Law(NamedTuple):
         return self.E + G * C**-gamma
 
 
-def fit_projected(N, D, L, weights=None, start: Law | None = None, floor: float | None = None):
+def fit_projected(N, D, L, weights=None, start: Law | None = None) -> Law:
     """Returns the law with the least sum of squared weighted errors, by variable projection. For
     given exponents, E, A and B follow from linear least squares, so the search has only two
     dimensions (arXiv:2603.22339): first a grid, then Levenberg-Marquardt. Weights are 1 / L unless
     given. `L` is [points] or, near the law `start`, [sets, points]: data of several studies at the
-    same points, which are fitted at once. `floor` fixes E."""
+    same points, which are fitted at once."""
     n, d, w = np.log(N), np.log(D), 1 / L if weights is None else weights
-    n0, d0, least = n.mean(), d.mean(), FLOOR if floor is None else floor
-    y_SxP = np.atleast_2d((L - least) * w)
+    n0, d0 = n.mean(), d.mean()
+    y_SxP = np.atleast_2d((L - FLOOR) * w)
     logs = np.stack([0 * n, n0 - n, d0 - d], -1)
 
     def linear(alpha, beta):
@@ -70,7 +70,7 @@ def fit_projected(N, D, L, weights=None, start: Law | None = None, floor: float 
         X = w[:, None] * np.exp(logs * np.stack([0 * alpha, alpha, beta], -1)[:, None])
         gram, right = X.swapaxes(1, 2) @ X, np.einsum("spc,sp->sc", X, y_SxP)
         x = np.linalg.solve(gram, right[..., None])[..., 0]
-        bound = x[:, 0] < 0 if floor is None else np.full(len(x), True)
+        bound = x[:, 0] < 0
         rest = np.linalg.solve(gram[:, 1:, 1:], right[:, 1:, None])[..., 0]
         x = np.where(bound[:, None], np.pad(rest, ((0, 0), (1, 0))), x)
         x = np.maximum(x, [0.0, LEAST, LEAST])
@@ -102,7 +102,7 @@ def fit_projected(N, D, L, weights=None, start: Law | None = None, floor: float 
         if change < (1e-12 if len(powers) == 1 else 1e-6):
             break
     (alpha, beta), (E, A, B) = powers.T, now[1].T
-    fitted = (least + E, A * np.exp(alpha * n0), B * np.exp(beta * d0), alpha, beta)
+    fitted = (FLOOR + E, A * np.exp(alpha * n0), B * np.exp(beta * d0), alpha, beta)
     return Law(*(fitted if y_SxP.ndim == L.ndim else map(float, np.concatenate(fitted))))
 
 

@@ -107,15 +107,6 @@ class Scaling(NamedTuple):
         above = base.law.at(C, base.cost) > other.law.at(C, other.cost)
         return C[1:][above[1:] != above[:-1]].tolist()
 
-    def with_fixed_floor(self, arm: str, C: float) -> list[float]:
-        """Returns k(C) with one E for both arms: the baseline's, less or plus a standard error."""
-        pair = (self.fits[self.baseline], self.fits[arm])
-        E, error, found = pair[0].law.E, float(np.std(pair[0].resampled.E)), []
-        for floor in (E - error, E, E + error):
-            one, two = (_fit(x.points, x.points.loss.ravel(), floor=floor) for x in pair)
-            found.append(float(np.exp(log_multiplier(one, two, C, pair[0].cost, pair[1].cost))))
-        return found
-
 
 def _fit(x: Points, losses, **options) -> Law:
     return fit_projected(x.N.ravel(), x.D.ravel(), losses, **options)

@@ -99,12 +99,11 @@ def _sentence(scaling: Scaling, arm: str, first: float, last: float) -> str:
 
 
 def _multipliers(scaling: Scaling, arms: Sequence[str], budgets) -> Table:
-    rows = [["arm", "FLOPs", "k", "k by profile", "k with the baseline's E (- SE, 0, + SE)"]]
+    rows = [["arm", "FLOPs", "k", "k by profile"]]
     for arm in arms:
         for C, is_held in budgets:
-            floors = ", ".join(f"{x:.2f}" for x in scaling.with_fixed_floor(arm, C))
             intervals = map(_spell, (scaling.multiplier(arm, C), profile(scaling, arm, C)))
-            rows.append([arm, f"{C:.2e}{' (extrapolated)' * is_held}", *intervals, floors])
+            rows.append([arm, f"{C:.2e}{' (extrapolated)' * is_held}", *intervals])
     return rows
 
 

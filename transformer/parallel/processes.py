@@ -290,10 +290,9 @@ def stop_agreed(stop_requested: bool, step: int, run: int) -> bool:
 
 
 def _agreed_step(key: str) -> int:
-    try:
+    with contextlib.suppress(jax.errors.JaxRuntimeError):
         return int(_service().key_value_try_get(key))
-    except jax.errors.JaxRuntimeError:
-        return 0
+    return 0
 
 
 @contextlib.contextmanager

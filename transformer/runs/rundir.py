@@ -225,10 +225,9 @@ def _commit() -> str:
     """Returns the commit of the code, followed by `+` if it was changed; "" outside a checkout."""
     command = ["git", "-C", str(Path(__file__).parent), "describe"]
     command += ["--always", "--exclude=*", "--abbrev=40", "--dirty=+"]
-    try:
+    with contextlib.suppress(OSError):  # git is not installed
         return subprocess.run(command, capture_output=True, text=True).stdout.strip()
-    except OSError:  # git is not installed
-        return ""
+    return ""
 
 
 def different_fields(old: Experiment, new: Experiment) -> dict[str, str]:

@@ -1,7 +1,6 @@
 """T5Gemma (Zhang et al. 2025, arXiv:2504.06225): encoder-decoders with the layers of Gemma 2. The
 stacks may differ in size, and have tables of their own. config.json has an object for each stack.
-In Transformers 5, a window of w in the encoder reaches w tokens to both sides, one more than in the
-decoder."""
+In Transformers 5, the encoder's window reaches one token further than the decoder's."""
 
 from transformer.convert import special_tokens
 from transformer.convert.families import gemma, llama
