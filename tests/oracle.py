@@ -122,6 +122,15 @@ def unembed(c, p, h, table):
     return cap(logits, c.logit_soft_cap)
 
 
+def canon(c, w, place, x, info):
+    """Adds w_0 x_t + ... + w_3 x_(t - 3), over the tokens of t's document, to each x_t."""
+    out, documents = x.copy(), info[1]
+    for t in range(len(x) if place in c.canon else 0):
+        for i in range(min(t + 1, 4)):
+            out[t] += w[i] * x[t - i] * (documents[t - i] == documents[t])
+    return out
+
+
 def cap(x, limit):
     return limit * np.tanh(x / limit) if limit else x
 
@@ -229,9 +238,10 @@ def stack(c, p, side, x, info, encoded=None, source=None):
             k.removesuffix(suffix(spec)): v for k, v in p.items() if not k.startswith("layers_")
         }
         self_arguments = info, info, side == "decoder", window, choose(spec), shared
+        conv = lambda h: canon(c, layer.get("canon_A"), "A", h, info)
         sublayers = {
             "self_attention": lambda h: attention(
-                c, layer["self_attention"], h, h, *self_arguments, first_values
+                c, layer["self_attention"], conv(h), conv(h), *self_arguments, first_values
             )
         }
         if encoded is not None:
@@ -241,7 +251,9 @@ def stack(c, p, side, x, info, encoded=None, source=None):
             sublayers["cross_attention"] = lambda h: attention(
                 c, cross, h, encoded, info, source, False, 0, scheme, cross
             )
-        sublayers["feed_forward"] = lambda h: feed_forward(c, layer["feed_forward"], h)
+        sublayers["feed_forward"] = lambda h: feed_forward(
+            c, layer["feed_forward"], canon(c, layer.get("canon_C"), "C", h, info), info
+        )
         if topology is not None:
             for j, (name, f) in enumerate(sublayers.items()):
                 r = layer.get(f"{name}_residual", {})
@@ -264,18 +276,18 @@ def stack(c, p, side, x, info, encoded=None, source=None):
     return norm(c, p.get("final_norm", {}), x) if parts[3] else x
 
 
-def feed_forward(c, p, x):
+def feed_forward(c, p, x, info):
     if "router" in p:
-        shared = feed_forward(c, p["shared"], x) if "shared" in p else 0.0
+        shared = feed_forward(c, p["shared"], x, info) if "shared" in p else 0.0
         return np.stack([mixture(c, p, token) for token in x]) + shared
-    return linear(p["out"], hidden_units(c, p, x))
+    return linear(p["out"], hidden_units(c, p, x, info))
 
 
-def hidden_units(c, p, x):
-    h = linear(p["in"], x)
+def hidden_units(c, p, x, info):
+    h = canon(c, p.get("canon_D_in"), "D", linear(p["in"], x), info)
     if not c.glu:
         return activate(c, h)
-    gate = linear(p["gate"], x)
+    gate = canon(c, p.get("canon_D_gate"), "D", linear(p["gate"], x), info)
     if c.glu_limit:
         gate, h = np.minimum(gate, c.glu_limit), np.clip(h, -c.glu_limit, c.glu_limit) + 1
     return activate(c, gate) * h
@@ -294,7 +306,7 @@ def mixture(c, p, x):
     for e in best:
         matrices = [name for name in ("in", "gate", "out") if name in p]
         expert = {name: {field: x[e] for field, x in p[name].items()} for name in matrices}
-        y = y + p_e[e] / total * linear(expert["out"], hidden_units(c, expert, x))
+        y = y + p_e[e] / total * linear(expert["out"], hidden_units(c, expert, x, None))
     return y
 
 
@@ -356,11 +368,15 @@ def projected(c, p, n, x, y, q_info, k_info, position):
     if c.qk_norm:
         q = normalized_head(c, p, "query", functools.partial(head, "query", x), n)
         k = normalized_head(c, p, "key", functools.partial(head, "key", y), m)
+    v = norm(c, p.get("value_norm", {}), v) if c.v_norm else v
     q = q @ p["bilinear"][n] if c.attention_score == "bilinear" else q
+    if "canon_B_query" in p:
+        of_head = lambda x, kind, h: canon(c, p[f"canon_B_{kind}"][:, h], "B", x, q_info)
+        q, k, v = of_head(q, "query", n), of_head(k, "key", m), of_head(v, "value", m)
     if name in ("rotary", "xpos"):
         length = int(q_info[0].max()) + 1
         turn = lambda x, at, sign: np.stack(
             [rotate(name, options, x[t], at[t], length, sign) for t in range(len(x))]
         )
         q, k = turn(q, q_info[0], 1), turn(k, k_info[0], -1)
-    return q, k, norm(c, p.get("value_norm", {}), v) if c.v_norm else v
+    return q, k, v

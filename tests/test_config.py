@@ -20,6 +20,7 @@ EXPERIMENTS = [
     for file in sorted((ROOT / folder).glob("*.py"))
 ]
 MODEL = {"family": "decoder", "vocab_size": 50}
+YARN = {"name": "yarn", "factor": 2.0, "original_length": 8}
 
 
 @pytest.mark.parametrize(
@@ -62,13 +63,7 @@ MODEL = {"family": "decoder", "vocab_size": 50}
             r"'dynamic' needs at least 4",
         ),
         (
-            {
-                "position": {
-                    "name": "rotary",
-                    "theta": 1.0,
-                    "scaling": {"name": "yarn", "factor": 2.0, "original_length": 8},
-                }
-            },
+            {"position": {"name": "rotary", "theta": 1.0, "scaling": YARN}},
             r"scaling.name: 'yarn' needs model.position.theta over 1, not 1.0",
         ),
         ({"position": "sinusoidal", "d_model": 15, "num_heads": 3}, r"even model.d_model"),
@@ -77,6 +72,11 @@ MODEL = {"family": "decoder", "vocab_size": 50}
             {"attention_out": False, "d_value": 3},
             r"model.attention_out: False leaves num_heads \* d_value = \d+ outputs, but model.d_m",
         ),
+        ({"canon": "BA"}, r"model.canon: 'BA' must be letters of 'ABCD', in this order"),
+        ({"canon": "D", "feed_forward": "experts"}, r"'D' a dense one, not 'experts'"),
+        ({"canon": "C", "feed_forward": "none", "d_ff": 0}, r"'C' needs a feed-forward"),
+        ({"canon": "A", "causal": False}, r"model.canon: 'A' is causal; set model.family='dec"),
+        ({"canon": "A", "mixer": "lstm"}, r"model.canon: mixer = 'lstm' does not support it"),
         ({"attention_gate": "heads"}, r"model.attention_gate: unknown value 'heads'"),
         (
             {"attention_score": "additive", "position": "rotary"},

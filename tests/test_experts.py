@@ -15,6 +15,7 @@ from transformer import UserError
 from transformer.config import MeshConfig, OptimizerConfig
 from transformer.model.feed_forwards.experts import Experts, Matrix, dropless, with_capacity
 from transformer.model.masks import Tokens
+from transformer.model.mixers.base import Context
 from transformer.parallel.mesh import make_mesh, use
 from transformer.training.optimizer import build_optimizer
 
@@ -36,7 +37,8 @@ def test_router_losses_match_their_equations():
         np.array([[1, 1, 1, 1, 0], [1, 1, 1, 0, 0]]),
         jax.random.normal(jax.random.key(0), (2, 5, config.d_model)),
     )
-    module, info = Experts(config, 1.0, 1.0), Tokens(jnp.arange(5)[None], jnp.asarray(real))
+    module, where = Experts(config, 1.0, 1.0), Tokens(jnp.arange(5)[None], jnp.asarray(real))
+    info = Context(where, where)
     params = meta.unbox(module.init(jax.random.key(1), x, info, True))["params"]
     _, sown_values = module.apply({"params": params}, x, info, True, mutable=["losses"])
     (costs,) = sown_values["losses"]["costs"]
@@ -70,7 +72,8 @@ def test_biases_balance_loads_without_a_loss(score):
     x = jax.random.normal(jax.random.key(0), (2, 50, config.d_model)) + 2.0
     real = np.ones((2, 50), int)
     real[1, 40:] = 0
-    module, info = Experts(config, 1.0, 1.0), Tokens(jnp.arange(50)[None], jnp.asarray(real))
+    module, where = Experts(config, 1.0, 1.0), Tokens(jnp.arange(50)[None], jnp.asarray(real))
+    info = Context(where, where)
     params = meta.unbox(module.init(jax.random.key(1), x, info, True))["params"]
     optimizer = build_optimizer(OptimizerConfig(learning_rate=1e-9, clip_norm=1e-3), 10, config)
 

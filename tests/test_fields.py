@@ -60,7 +60,7 @@ MODEL = {
     "attention_soft_cap": 5.0, "attention_sink": True, "causal": False,
     "attention_score": "bilinear", "attention_mask_value": -1e5,
     "attention_gate": "headwise", "attention_out": False,
-    "value_residual": "fixed",
+    "value_residual": "fixed", "canon": "AC",
     "prefix_lm": (True, DECODER | {"position": "t5"}),
     "window": 2, "attention_backend": "blockwise", "tie_embeddings": False,
     "share_embeddings": (False, BOTH), "logit_bias": True, "logit_scale": 0.5,

@@ -16,9 +16,11 @@ from transformer.decoding.beam import beam_search
 from transformer.decoding.prefill import advance, prefill
 from transformer.model.cache import LayerState
 from transformer.model.layout import flatten, part as layer_part, unflatten, where
-from transformer.model.mixers.base import MIXERS
+from transformer.model.masks import Tokens
+from transformer.model.mixers.base import MIXERS, Context
 from transformer.model.mixers.forgetting import bfloat16_parts
 from transformer.model.network import build_model
+from transformer.model.positions import build
 from transformer.parallel.mesh import make_mesh, use
 from transformer.registry import Registry
 
@@ -36,6 +38,7 @@ MODELS = {
         "mixer": "forgetting", "position": "rotary", "window": 3, "qk_norm": True,
         "attention_gate": "elementwise",
     },
+    "canon": {"position": "rotary", "num_kv_heads": 2, "qk_norm": True, "canon": "ABCD"},
     "value_residual": {
         "position": "rotary", "num_kv_heads": 2, "value_residual": "learned",
         "num_decoder_layers": 4, "layer_pattern": ({}, {"mixer": DELTA}),
@@ -89,10 +92,6 @@ def first_mixer(config) -> dict:
 
 def mixer_output(config, params, x, segments, layer=0):
     """Returns the output of a layer's mixer alone, for x [B, T, D]."""
-    from transformer.model.masks import Tokens
-    from transformer.model.mixers.base import Context
-    from transformer.model.positions import build
-
     cfg = config.layers("decoder")[layer]
     tokens = Tokens(jnp.arange(x.shape[1])[None], jnp.asarray(segments))
     scheme = build(cfg.layer_position).bind(None, cfg.stack_facts("decoder"))

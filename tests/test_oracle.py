@@ -251,6 +251,22 @@ def test_packed_segments(position):
     np.testing.assert_allclose(model.apply(params, x, **packing), expected, atol=3e-5)
 
 
+@pytest.mark.parametrize("places", ["A", "B", "C", "D", "ABCD"])
+def test_canon_layers(places):
+    more = {"position": "rotary", "qk_norm": True, "num_kv_heads": 2, "glu": len(places) == 1}
+    config = small("decoder", canon=places, **more)
+    assert_matches_oracle(config, compiled=len(places) == 4)
+    config = dataclasses.replace(config, scan_layers=False)
+    model, params = make(config)
+    x, segments = tokens(0, 1, 9), {"segment_ids": np.array([[1] * 4 + [2] * 5])}
+    expected = oracle.forward(config, params, x, **segments)
+    leaking = {**segments, "segment_ids": np.ones((1, 9), int)}
+    without = {k: 0 * v if "canon" in k else v for k, v in flatten(params).items()}
+    for other, where_ in ((params, leaking), (unflatten(without), segments)):
+        assert np.abs(expected - oracle.forward(config, other, x, **where_)).max() > 1e-2
+    np.testing.assert_allclose(model.apply(params, x, **segments), expected, atol=3e-5)
+
+
 # Attention within a prefix is bidirectional, so only the schemes of encoders apply.
 @pytest.mark.parametrize("position", [p for _, p in schemes("encoder")])
 def test_prefix_attention(position):

@@ -61,6 +61,7 @@ OPTIONS = {
     "attention_layer_scale": (False, True),
     "attention_soft_cap": (0.0, 20.0),
     "attention_sink": (False, True),
+    "canon": ("", "", "ABCD", "C"),
     "window": (0, 5),
     "layer_pattern": (
         (),

@@ -39,10 +39,11 @@ def _is_shared(x: Any) -> bool:
 
 @struct.dataclass
 class LayerState:
-    """The state of a layer: of its mixer and, once the source is read, of its cross-attention."""
+    """States of a layer's mixer and, after the first tokens, cross-attention and Canon layers."""
 
     mixer: State
     source: Shared | None = None
+    canon: dict[str, jax.Array] | None = None
 
 
 @struct.dataclass

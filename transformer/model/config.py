@@ -94,6 +94,8 @@ class ModelConfig:
     # fixed | learned: average each value with the first layer's, with weights of 1/2, or weights
     # learned from 1/2 (ResFormer; Zhou et al. 2024).
     value_residual: Literal["", "fixed", "learned"] = ""
+    # Canon layers at some of the places "ABCD" (Allen-Zhu 2025; places: model/convolution.py)
+    canon: str = ""
     # Project the concatenated outputs of the heads with W_O. Without it, their size is d_model.
     attention_out: bool = True
     # A decoder's tokens attend to no later token. False: to all, including the one they predict.

@@ -185,9 +185,12 @@ def _check_layer(config, side: str) -> None:
     if problem := config.placement(side).check(config, side):
         raise UserError(problem)
     mixer, scheme = config.token_mixer, positions.build(config.position)
-    if mixer.causal and (side == "encoder" or not config.causal or config.prefix_lm):
+    if config.canon and "canon" not in mixer.fields:
+        raise UserError(f"model.canon: mixer = {mixer.name!r} does not support it; leave it out")
+    causal = f"canon: {config.canon!r}" if config.canon else f"mixer: {mixer.name!r}" * mixer.causal
+    if causal and (side == "encoder" or not config.causal or config.prefix_lm):
         way_out = "set model.family='decoder', model.causal=True and model.prefix_lm=False"
-        raise UserError(f"model.mixer: {mixer.name!r} is causal; {way_out}")
+        raise UserError(f"model.{causal} is causal; {way_out}")
     for part in config.mixers(side).values():
         if problem := part.check(config, side):
             raise UserError(problem)

@@ -47,12 +47,13 @@ def locate(
 
 def check_interruptions(config: ModelConfig, side: str, segments_BxT: np.ndarray | None) -> None:
     """Raises UserError for padding within a document if a mixer of the stack cannot skip it."""
-    mixers = [mixer for mixer in config.mixers_of(side) if not mixer.skips_padding]
-    for segments_T in segments_BxT if mixers and segments_BxT is not None else ():
+    reads = [f"mixer = {x.name!r}" for x in config.mixers_of(side) if not x.skips_padding]
+    reads += [f"canon = {config.canon!r}"] * bool(config.canon)
+    for segments_T in segments_BxT if reads and segments_BxT is not None else ():
         real = np.flatnonzero(segments_T)
         same_document = np.diff(segments_T[real]) == 0
         if np.any(same_document & (np.diff(real) > 1)):
-            why = f"which model.mixer = {mixers[0].name!r} does not support"
+            why = f"which model.{reads[0]} does not support"
             problem = f"padding between tokens of one document, {why}"
             raise UserError(f"padding_mask: {problem}; move it before or after the document")
 

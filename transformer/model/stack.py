@@ -13,6 +13,7 @@ from flax import linen as nn
 from transformer.model import pipeline, positions
 from transformer.model.cache import Cache, LayerState
 from transformer.model.config import ModelConfig
+from transformer.model.convolution import Canon
 from transformer.model.dropout import Dropout, rate_of
 from transformer.model.masks import Tokens
 from transformer.model.mixers.base import Context
@@ -46,11 +47,13 @@ class Layer(nn.Module):
         """Returns the next carry and, in decoding, LayerState. `own`: state and layer number."""
         cfg, placement, (state, index) = self.config, self.config.placement(self.side), own
         (streams, passed), tokens = carry, context.tokens
-        context = context.replace(layer=index, passed=passed)
+        canon = Canon(cfg, tokens, state and state.canon)
+        context = context.replace(layer=index, passed=passed, canon=canon)
         gains = {"gain": placement.branch_gain, "out_gain": self.out_gain}
         new_states, sublayers, new_passed = {}, {}, [passed]
 
         def mix(part, module, h):
+            h = canon(self, "A", ("norm",), h) if part == "mixer" else h
             old = state and getattr(state, part)
             out, new_states[part], *rest = module(h, context, position, old, self.deterministic)
             new_passed[:] = rest or new_passed
@@ -61,7 +64,8 @@ class Layer(nn.Module):
             sublayers[mixer.scope] = functools.partial(mix, part, module)
         if cfg.feed_forward_kind.exists:
             feed_forward = cfg.feed_forward_kind.build(cfg, **gains)(name="feed_forward")
-            sublayers["feed_forward"] = lambda h: feed_forward(h, tokens, self.deterministic)
+            conv = functools.partial(canon, self, "C", ("norm",))
+            sublayers["feed_forward"] = lambda h: feed_forward(conv(h), context, self.deterministic)
         steps = {f"{name}_residual": (f,) for name, f in sublayers.items()}
         if cfg.parallel:
             steps = {"residual": tuple(sublayers.values())}
@@ -72,7 +76,8 @@ class Layer(nn.Module):
             streams = residual(streams, *fs, context=context, deterministic=self.deterministic)
         if watched(self, "streams"):
             self.sow("streams", "after", streams)
-        return (streams, *new_passed), None if state is None else LayerState(**new_states)
+        states = LayerState(**new_states, canon=canon.state or None)
+        return (streams, *new_passed), None if state is None else states
 
 
 class Period(nn.Module):

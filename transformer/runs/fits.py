@@ -42,9 +42,10 @@ def check_divisibility(config: Experiment, mesh: Mesh) -> None:
     check_stages(config.model, mesh)
     stages, context, model = mesh.shape["stage"], mesh.shape["context"], config.model
     specs = [entry.get("mixer", model.mixer) for entry in model.used_pattern]
-    specs = [spec for spec in specs if MIXERS.build(spec).in_order]
-    if context > 1 and specs:
-        problem = f"model.mixer = {plain(specs[0])!r} reads tokens sequentially"
+    reads = [f"mixer = {plain(spec)!r}" for spec in specs if MIXERS.build(spec).in_order]
+    reads += [f"canon = {model.canon!r}"] * bool(model.canon)
+    if context > 1 and reads:
+        problem = f"model.{reads[0]} reads tokens sequentially"
         raise UserError(f"mesh.context: {context}, but {problem}; set mesh.context=1")
     parts = 2 * context if context > 1 else 1  # two chunks per device
     for width in config.data.buckets or (config.data.length,):

@@ -91,7 +91,7 @@ def order_of(config: ModelConfig, mesh: Mesh) -> str:
     order gives all devices the same work under a causal mask. It is used where the mesh shards
     sequences and the position schemes' scores depend on the query and the key alone."""
     decodes = "decoder" in config.sides and not config.num_labels
-    in_order = any(mixer.in_order for mixer in config.mixers_of())
+    in_order = bool(config.canon) or any(mixer.in_order for mixer in config.mixers_of())
     if mesh.shape["context"] == 1 or not decodes or in_order:
         return "contiguous"
     pairwise = all(positions.build(layer.position).pairwise for layer in config.layers("decoder"))

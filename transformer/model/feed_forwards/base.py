@@ -10,7 +10,7 @@ import jax
 from flax import linen as nn
 
 from transformer.model.dropout import Dropout
-from transformer.model.masks import Tokens
+from transformer.model.mixers.base import Context
 from transformer.model.modules import ACTIVATIONS, Config, Linear, gated
 from transformer.model.sharding import constrain
 from transformer.registry import Registry
@@ -26,7 +26,7 @@ class FeedForward:
 
     def build(self, config: Config, gain: float, out_gain: float) -> Callable[..., nn.Module]:
         """Returns a function that constructs the module from its `name`. The module is called with
-        (x_BxTxD, tokens: Tokens, deterministic: bool) and returns out_BxTxD. `gain` scales the
+        (x_BxTxD, context: Context, deterministic: bool) and returns out_BxTxD. `gain` scales the
         initial values of its matrices. `out_gain` additionally scales those of the last one."""
         raise NotImplementedError
 
@@ -55,11 +55,11 @@ class MLP(nn.Module):
     out_gain: float  # additionally scales the initial W_out
 
     @nn.compact
-    def __call__(self, x_BxTxD: jax.Array, tokens: Tokens, deterministic: bool) -> jax.Array:
+    def __call__(self, x_BxTxD: jax.Array, context: Context, deterministic: bool) -> jax.Array:
         cfg, names, act = self.config, ("embed", "ff"), ACTIVATIONS[self.config.activation]
         up = functools.partial(Linear, cfg, (cfg.ff_size,), names, cfg.use_bias, self.gain)
-        h_BxTxF = up(name="in")(x_BxTxD)
-        gate = lambda: up(name="gate")(x_BxTxD)
+        hidden = lambda name: context.canon(self, f"D_{name}", ("ff",), up(name=name)(x_BxTxD))
+        h_BxTxF, gate = hidden("in"), lambda: hidden("gate")
         h_BxTxF = gated(act, cfg.glu_limit, gate(), h_BxTxF) if cfg.glu else act(h_BxTxF)
         h_BxTxF = constrain(h_BxTxF, ("batch", "length", "activation_ff"))
         h_BxTxF = Dropout(cfg.activation_dropout)(h_BxTxF, deterministic)

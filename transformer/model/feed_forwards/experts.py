@@ -38,7 +38,7 @@ from transformer.limits import Count, NonNegative, Size, at_most
 from transformer.model.config import ModelConfig
 from transformer.model.dropout import drop
 from transformer.model.feed_forwards.base import FEED_FORWARDS, MLP, FeedForward
-from transformer.model.masks import Tokens
+from transformer.model.mixers.base import Context
 from transformer.model.modules import ACTIVATIONS, Linear, declare, gated, matrix_init
 from transformer.model.sharding import constrain, fitting, gathered, platform
 
@@ -106,9 +106,9 @@ class Experts(nn.Module):
     out_gain: float  # additionally scales the initial W_out
 
     @nn.compact
-    def __call__(self, x_BxTxD: jax.Array, tokens: Tokens, deterministic: bool) -> jax.Array:
+    def __call__(self, x_BxTxD: jax.Array, context: Context, deterministic: bool) -> jax.Array:
         cfg, kind = self.config, self.config.feed_forward_kind
-        real_BxT = jnp.broadcast_to(tokens.segments_BxT > 0, x_BxTxD.shape[:2])
+        real_BxT = jnp.broadcast_to(context.tokens.segments_BxT > 0, x_BxTxD.shape[:2])
         exact, names = cfg.part(dtype="float32"), (None, None)
         router = Linear(exact, (kind.num_experts,), names, kind.router_use_bias, name="router")
         logits_BxTxE = router(x_BxTxD)
@@ -143,7 +143,7 @@ class Experts(nn.Module):
         if kind.shared:
             width = cfg.part(d_ff=kind.shared * cfg.ff_size)
             shared = MLP(width, self.gain, self.out_gain, name="shared")
-            y_BxTxD += shared(x_BxTxD, tokens, deterministic)
+            y_BxTxD += shared(x_BxTxD, context, deterministic)
         return y_BxTxD
 
 

@@ -5,6 +5,7 @@ H head size (d_value for values)."""
 
 import dataclasses
 import functools
+import re
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -45,6 +46,11 @@ class SelfAttention(Mixer):
         if config.attention_score == "additive" and "rotate" in build(config.layer_position).hooks:
             problem = f"'additive' scores do not support position = {config.layer_position!r}"
             return f"model.attention_score: {problem}, which rotates queries and keys"
+        if not re.fullmatch("A?B?C?D?", config.canon):
+            return f"model.canon: {config.canon!r} must be letters of 'ABCD', in this order"
+        kind, canon = config.feed_forward_kind, config.canon
+        if (not kind.exists and "C" in canon) or (kind.name != "dense" and "D" in canon):
+            return f"model.canon: 'C' needs a feed-forward, and 'D' a dense one, not {kind.name!r}"
         size = config.num_heads * config.value_size
         if not config.attention_out and size != config.d_model:
             outputs = f"num_heads * d_value = {size} outputs, but model.d_model = {config.d_model}"
@@ -65,7 +71,7 @@ class CrossAttention(Mixer):
     """Attention to the source, in a sublayer of its own. The first call creates its state."""
 
     scope = "cross_attention"
-    fields = SelfAttention.fields - {"window", "attention_layer_scale"} | {"cross_position"}
+    fields = frozenset(SHARED_FIELDS) - {"window", "attention_layer_scale", "canon"}
     observes = SelfAttention.observes
 
     def check(self, config, side):
@@ -108,6 +114,10 @@ class Attention(base.MixerModule):
         """Returns the position scheme with the layer's parameters, and queries, keys, values."""
         position = position.bind_layer(self.param, self.config.stack_facts(self.side))
         q_BxTxNxH, (k_BxTxKxH, v_BxTxKxH) = self._queries(x_BxTxD), self._keys_and_values(x_BxTxD)
+        canon = lambda name, axis, x: context.canon(self, f"B_{name}", (axis, "head"), x)
+        q_BxTxNxH = canon("query", "heads", q_BxTxNxH)
+        k_BxTxKxH = canon("key", "kv_heads", k_BxTxKxH)
+        v_BxTxKxH = canon("value", "kv_heads", v_BxTxKxH)
         if self.config.attention_layer_scale:
             q_BxTxNxH /= jnp.asarray(context.layer + 1, q_BxTxNxH.dtype)
         return position, *position.rotate(q_BxTxNxH, k_BxTxKxH), v_BxTxKxH

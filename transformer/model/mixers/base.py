@@ -30,7 +30,7 @@ SHARED_FIELDS = (
     "qk_norm", "qk_norm_joint", "v_norm", "attention_score", "attention_scale",
     "attention_layer_scale", "attention_soft_cap", "attention_mask_value", "attention_sink",
     "attention_gate", "value_residual", "attention_out", "attention_backend", "attention_dropout",
-    "cross_position",
+    "canon", "cross_position",
 )  # fmt: skip
 """The fields of ModelConfig that configure mixers; each mixer lists those that it reads."""
 
@@ -56,6 +56,7 @@ class Context:
     dropout_rate: jax.Array | None = None  # float32[], overrides the config's; None keeps it
     layer: jax.Array | int | None = None  # the layer's number, from 0; int32[] if scanned
     passed: Any = None  # by the mixer of the layer before; zeros in the first layer; None: nothing
+    canon: Callable = struct.field(pytree_node=False, default=lambda module, place, names, x: x)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from transformer.limits import Size
+from transformer.model.convolution import convolved
 from transformer.model.masks import Tokens
 from transformer.model.mixers.attention import merge_heads
 from transformer.model.mixers.base import MIXERS, Context, Mixer, MixerModule
@@ -75,7 +76,8 @@ class GatedDeltaNet(MixerModule):
         qkv_BxTxNxF = jnp.where(real_BxTx1[..., None], jnp.concatenate([q, k, v], axis=-1), 0)
         inputs_BxLxNxF = jnp.concatenate([state.tail_BxWxNxF, qkv_BxTxNxF], axis=1)
         segments_BxL = jnp.concatenate([state.segments_BxW, tokens.segments_BxT], axis=1)
-        qkv_BxTxNxF = nn.silu(self._convolved(inputs_BxLxNxF, segments_BxL, length))
+        inputs = kind.conv, ("heads", "head"), inputs_BxLxNxF, segments_BxL, length
+        qkv_BxTxNxF = nn.silu(convolved(self, "convolution", *inputs))
         q, k, v = jnp.split(qkv_BxTxNxF.astype(jnp.float32), [d_head, 2 * d_head], axis=-1)
         q, k = unit(q) * d_head**-0.5, unit(k)
         log_a_BxTxN, b_BxTxN = self._gates(x_BxTxD)
@@ -97,22 +99,6 @@ class GatedDeltaNet(MixerModule):
     def _heads(self, name: str, size: int, gain: float = 1.0) -> Linear:
         names = ("embed", "heads", "head")
         return Linear(self.config, (self.config.num_heads, size), names, False, gain, name=name)
-
-    def _convolved(self, x_BxLxNxF: jax.Array, segments_BxL: jax.Array, length: int):
-        """Returns y_t = sum_i w_i x_(t - i), i < `conv`, for each channel separately, [B, T, N, F].
-        Tokens of other documents than that of token t count as zero."""
-        cfg, width, total = self.config, self.kind.conv, segments_BxL.shape[1]
-        bounds = (-(width**-0.5), width**-0.5)
-        init = lambda key, shape, dtype: jax.random.uniform(key, shape, dtype, *bounds)
-        names, shape = (None, "heads", "head"), (width, *x_BxLxNxF.shape[2:])
-        kernel = declare(self, "convolution", init, names, shape).astype(cfg.dtype)
-        y_BxTxNxF = 0.0
-        for i in range(width):
-            shifted = slice(total - length - i, total - i)
-            same_document_BxT = segments_BxL[:, shifted] == segments_BxL[:, -length:]
-            x_BxTxNxF = jnp.where(same_document_BxT[..., None, None], x_BxLxNxF[:, shifted], 0)
-            y_BxTxNxF += x_BxTxNxF * kernel[i]
-        return y_BxTxNxF
 
     def _gates(self, x_BxTxD: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns log a and b, float32[B, T, N]."""
