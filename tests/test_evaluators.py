@@ -151,7 +151,7 @@ def test_sizes_ignore_padding():
 
 
 def test_depth_profile_matches_gradients_of_the_loss():
-    config = experiment("depth_profile")
+    config = experiment("depth_profile", canon="A")
     metrics, _, params, batch = measure_at_start(config)
     with use(make_mesh(config.mesh)) as mesh:
 
@@ -179,6 +179,8 @@ def test_depth_profile_matches_gradients_of_the_loss():
         assert metrics[f"depth/gradient/decoder/00/{matrix}"] == pytest.approx(
             np.sqrt(sum(np.sum(np.square(g)) for g in matrix_grads)), rel=1e-4
         )
+    canon_gradient = np.linalg.norm(grads["decoder/layers/canon_A"][1])
+    assert metrics["depth/gradient/decoder/01/canon_A"] == pytest.approx(canon_gradient, rel=1e-4)
     assert all(0 < value < 10 for name, value in metrics.items() if "/update/" in name)
     stream = [
         metrics[f"depth/stream/decoder/{layer:02d}/{sublayer}"]

@@ -198,5 +198,5 @@ class DataConfig:
 
 
 Task = Any
-"""What determines the batches: an Experiment, or an object with its `model`, `data` and `seed`.
-Packages below `transformer.config` cannot import it, so experiments are not typed there."""
+"""An Experiment, or an object with those of its fields that a function reads. Packages below
+`transformer.config` cannot import it, so experiments are not typed there."""

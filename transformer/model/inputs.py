@@ -46,7 +46,7 @@ def locate(
 
 
 def check_interruptions(config: ModelConfig, side: str, segments_BxT: np.ndarray | None) -> None:
-    """Raises UserError for padding within a document if a mixer of the stack cannot skip it."""
+    """Raises UserError for padding within a document if a layer of the stack cannot skip it."""
     reads = [f"mixer = {x.name!r}" for x in config.mixers_of(side) if not x.skips_padding]
     reads += [f"canon = {config.canon!r}"] * bool(config.canon)
     for segments_T in segments_BxT if reads and segments_BxT is not None else ():

@@ -45,7 +45,7 @@ def check_divisibility(config: Experiment, mesh: Mesh) -> None:
     reads = [f"mixer = {plain(spec)!r}" for spec in specs if MIXERS.build(spec).in_order]
     reads += [f"canon = {model.canon!r}"] * bool(model.canon)
     if context > 1 and reads:
-        problem = f"model.{reads[0]} reads tokens sequentially"
+        problem = f"model.{reads[0]} reads tokens in order"
         raise UserError(f"mesh.context: {context}, but {problem}; set mesh.context=1")
     parts = 2 * context if context > 1 else 1  # two chunks per device
     for width in config.data.buckets or (config.data.length,):

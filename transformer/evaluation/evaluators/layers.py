@@ -61,11 +61,11 @@ def _squares(config: ModelConfig, tree) -> dict[str, jax.Array]:
     flat, sums = flatten(tree), collections.defaultdict(float)
     for name, (path, index) in where(config, flat).items():
         if location := split_layer_path(name):
-            side, layer, (sublayer, matrix, *_) = *location[:2], location[2].split("/")
+            side, layer, (sublayer, *inside) = *location[:2], location[2].split("/")
             if not sublayer.endswith("residual"):
                 square = jnp.sum(jnp.square(part(flat[path], index).astype(jnp.float32)))
-                sums[f"{side}/{layer:02d}/{sublayer}"] += square
-                sums[f"{side}/{layer:02d}/{sublayer}/{matrix}"] += square
+                for place in (sublayer, *(f"{sublayer}/{matrix}" for matrix in inside[:1])):
+                    sums[f"{side}/{layer:02d}/{place}"] += square
     return dict(sums)
 
 

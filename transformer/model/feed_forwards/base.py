@@ -1,4 +1,4 @@
-"""The interface of feed-forwards, which act on each token, and the dense one. Fields are options.
+"""The interface of feed-forwards, and the dense one. Fields are options.
 Shape suffixes: B batch, T length, D d_model, F d_ff."""
 
 import dataclasses
