@@ -124,8 +124,10 @@ def unembed(c, p, h, table):
 
 def canon(c, w, place, x, info):
     """Adds w_0 x_t + ... + w_3 x_(t - 3), over the tokens of t's document, to each x_t."""
+    if place not in c.canon:
+        return x
     out, documents = x.copy(), info[1]
-    for t in range(len(x) if place in c.canon else 0):
+    for t in range(len(x)):
         for i in range(min(t + 1, 4)):
             out[t] += w[i] * x[t - i] * (documents[t - i] == documents[t])
     return out
