@@ -214,7 +214,7 @@ def test_single_seed_supports_no_conclusion(tmp_path):
     assert not any(
         row.to_baseline and row.to_baseline.is_detectable for row in judged.rows.values()
     )
-    text = report.markdown(judged, report.sections(judged))
+    text = report.rendered("report.md", judged, report.sections(judged))
     assert "one seed" in text and "there are no intervals" in text
 
 

@@ -14,7 +14,7 @@ from transformer.lab.study import Study
 
 
 def markdown(judged) -> str:
-    return report.markdown(judged, report.sections(judged))
+    return report.rendered("report.md", judged, report.sections(judged))
 
 
 def test_incomparable_runs_are_excluded(tmp_path):

@@ -3,16 +3,14 @@ Shape suffixes: B batch (1), T length, S key length, N heads, L layers, V vocabu
 
 import base64
 import dataclasses
-import html
-import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+from matplotlib.figure import Figure
 
 from transformer.checks import plain
 from transformer.data.batching import assemble
@@ -23,14 +21,12 @@ from transformer.errors import UserError
 from transformer.evaluation.subject import SELF_ATTENTION_ONLY, Subject, streams, token_losses
 from transformer.lab import interventions
 from transformer.lab.figures import new_figure, styles
-from transformer.lab.page import STYLE, document, figure_html, table_of_cells
+from transformer.lab.page import render
 from transformer.model.layout import by_layer, sublayer_of
 from transformer.output import count
 from transformer.runs.evaluate import LoadedRun
 
 TOP = 5  # most likely tokens that are recorded at each position
-INSIDE = Path(__file__).with_name("inspect.css").read_text()
-SCRIPT = Path(__file__).with_name("inspect.js").read_text()
 
 CAPTIONS = {
     "entropy": "entropy of the weights (nats)", "sink": "weight on the first token",
@@ -50,6 +46,21 @@ class Map(NamedTuple):
     queries: list[str]
     keys: list[str]
     numbers: dict[str, np.ndarray]  # statistics (model/attention_statistics.py), each [L, N]
+
+    def data(self) -> dict:
+        """Returns what the page's script reads. Weights are bytes, from 0 to 255, in base64."""
+        weights = np.round(np.clip(self.weights_LxNxTxS, 0, 1) * 255).astype(np.uint8).tobytes()
+        fields = {"shape": self.weights_LxNxTxS.shape, "layers": self.layers}
+        fields |= {"weights": base64.b64encode(weights).decode()}
+        shown = lambda pieces: [piece.replace("\u2581", " ") for piece in pieces]
+        return fields | {"queries": shown(self.queries), "keys": shown(self.keys)}
+
+    def statistics(self) -> list[tuple[str, np.ndarray]]:
+        """Returns the captions of the statistics and their values, [L, N]."""
+        return [(x, self.numbers[name]) for name, x in CAPTIONS.items() if name in self.numbers]
+
+    def heads(self) -> list[str]:
+        return [f"head {n}" for n in range(self.weights_LxNxTxS.shape[1])]
 
 
 class View(NamedTuple):
@@ -202,123 +213,21 @@ def _sizes(subject: Subject, sizes: dict) -> dict[str, dict[str, list[float]]]:
 
 
 def page(view: View, title: str, about: Sequence[str]) -> str:
-    """Returns the page as one self-contained HTML file."""
-    escape = html.escape
-    cut = f"Cut off: {count(view.cut, 'token')} beyond the maximum length."
-    parts = [
-        f"<h1>{escape(title)}</h1>",
-        f"<p class=about>{escape(' '.join(about))}</p>",
-        f"<p><b>text</b> {escape(view.text)}</p>",
-        *([f"<p><b>model output</b> {escape(view.answer)}</p>"] if view.answer else ()),
-        *([f"<p class=note>{cut}</p>"] if view.cut else ()),
-        "<h2>Loss of each token</h2>",
-        f"<div class=tokens>{_tokens(view)}</div>",
-        "<p class=note>Darker tokens are less likely, given the tokens that the model attends to. "
-        f"The mean loss is {np.nanmean(view.losses_T):.3f} nats per token. Hover over a token for "
-        "its loss and for the most likely tokens at its position.</p>",
-        "<h2>Logit lens: the prediction after each layer</h2>",
-        _lens(view),
-        "<p class=note>The model's final norm and head, applied to the residual stream after each "
-        "layer. Darker cells have a higher probability. Bold predictions equal the target.</p>",
-    ]
-    for attention in view.maps:
-        name = escape(attention.name.replace("_", "-"))
-        parts += [f"<h2>Attention weights: {name}</h2>", _map(attention)]
-        parts += ["<div class=numbers>", *_numbers(attention), "</div>"]
-    parts += _patched(*view.patch) if view.patch else []
-    parts += ["<h2>By depth</h2><div class=figures>", *_profiles(view), "</div>"]
-    return document(title, f"{STYLE}\n{INSIDE}", parts, SCRIPT)
+    """Returns the page as one self-contained HTML file (inspect.html)."""
+    drawn = {label: _profile(view, size, label) for size, label in SIZES.items()}
+    values = {"about": about, "cut": count(view.cut, "token"), "figures": drawn}
+    mean_loss = np.nanmean(view.losses_T)
+    return render("inspect.html", title=title, view=view, mean_loss=mean_loss, **values)
 
 
-def _shown(piece: str) -> str:
-    text = piece.replace("\n", "\u21b5")
-    return html.escape(text.replace("\u2581", " ").strip() or text)
-
-
-def _likely(top: list[tuple[str, float]]) -> str:
-    return ", ".join(f"{_shown(piece)} {p:.2f}" for piece, p in top)
-
-
-def _tokens(view: View) -> str:
-    spans = []
-    for position, (piece, loss) in enumerate(zip(view.targets, view.losses_T, strict=True)):
-        text = html.escape(piece.replace("\u2581", " ").replace("\n", "\u21b5\n"))
-        likely = _likely(view.top_tokens_LxT[-1][position])
-        look = f"style='--share:{loss / 10:.3f}' title='{loss:.2f} nats; most likely: {likely}'"
-        look = "title='no target'" if np.isnan(loss) else look
-        spans.append(f"<span {look}>{text}</span>")
-    return "".join(spans)
-
-
-def _lens(view: View) -> str:
-    head, rows = "".join(f"<th>{_shown(piece)}</th>" for piece in view.read), []
-    for layer in reversed(range(len(view.top_tokens_LxT))):
-        cells = []
-        for position, top in enumerate(view.top_tokens_LxT[layer]):
-            piece, p = top[0]
-            text = f"<b>{_shown(piece)}</b>" if piece == view.targets[position] else _shown(piece)
-            cells.append(
-                f"<td class=cell style='--share:{p:.3f}' title='{_likely(top)}'>{text}</td>"
-            )
-        loss = f"<span class=note>{view.lens_L[layer]:.2f} nats</span>"
-        rows.append(f"<td>layer {layer} {loss}</td>{''.join(cells)}")
-    targets = "".join(f"<td class=cell>{_shown(piece)}</td>" for piece in view.targets)
-    return table_of_cells(f"<th>input</th>{head}", [*rows, f"<td>target</td>{targets}"])
-
-
-def _map(attention: Map) -> str:
-    bytes_ = np.round(np.clip(attention.weights_LxNxTxS, 0, 1) * 255).astype(np.uint8).tobytes()
-    shown = lambda pieces: [piece.replace("\u2581", " ") for piece in pieces]
-    fields = {"shape": attention.weights_LxNxTxS.shape, "layers": attention.layers}
-    fields |= {"weights": base64.b64encode(bytes_).decode()}
-    fields |= {"queries": shown(attention.queries), "keys": shown(attention.keys)}
-    data = json.dumps(fields).replace("<", "\\u003c")
-    return (
-        f"<section class=map><script type=application/json>{data}</script><div class=heads></div>"
-        "<p class='caption note'>This figure needs JavaScript.</p>"
-        "<div class=large><canvas></canvas></div></section>"
-    )
-
-
-def _numbers(attention: Map) -> list[str]:
-    """Returns a table for each statistic, with one row per layer and one column per head."""
-    numbers, parts = attention.numbers, []
-    for label, x_LxN in ((CAPTIONS[name], numbers[name]) for name in CAPTIONS if name in numbers):
-        heads = [f"head {n}" for n in range(x_LxN.shape[1])]
-        table = _shaded(heads, attention.layers, x_LxN)
-        parts.append(f"<div><p class=about>{label.capitalize()}</p>{table}</div>")
-    return parts
-
-
-def _shaded(columns: Sequence[str], layers: Sequence[int], values_LxC: np.ndarray) -> str:
-    """Returns a table with a row per layer. Higher values have a darker background."""
-    low, span = values_LxC.min(), max(np.ptp(values_LxC), 1e-9)
-    cell = lambda x: f"<td class=cell style='--share:{0.9 * (x - low) / span:.3f}'>{x:.2f}</td>"
-    cells_L = ["".join(map(cell, row)) for row in values_LxC]
-    rows = [f"<td>layer {n}</td>{cells}" for n, cells in zip(layers, cells_L, strict=True)]
-    return table_of_cells("".join(f"<th>{x}</th>" for x in ("", *columns)), rows)
-
-
-def _patched(other: str, tokens: Sequence[str], losses_2, losses_LxT: np.ndarray) -> list[str]:
-    losses = "Without a patch, the loss is {:.2f} on this text, {:.2f} on the other, for the same"
-    return [
-        f"<h2>Activation patching</h2><p><b>other text</b> {html.escape(other)}</p>",
-        _shaded([_shown(x) for x in tokens], range(len(losses_LxT)), losses_LxT),
-        "<p class=note>A cell is the loss on this text, in nats, if the residual stream after this "
-        f"layer is that of the other text at this token. {losses.format(*losses_2)} targets: the "
-        "last token of the text, or all tokens of an answer.</p>",
-    ]
-
-
-def _profiles(view: View) -> list[str]:
-    parts, styles_of = [], styles(list(view.sizes))
+def _profile(view: View, size: str, label: str) -> Figure:
+    """Returns a figure of the sizes of each sublayer by layer."""
     layers = sorted({layer for sizes in view.sizes.values() for layer in sizes["layer"]})
-    for size, label in SIZES.items():
-        figure, axes = new_figure(3.2, xlabel="layer", ylabel=label, xticks=layers)
-        for name, sizes in view.sizes.items():
-            look = {"linewidth": 1.5, "markersize": 4.5} | styles_of[name]
-            axes.plot(sizes["layer"], sizes[size], label=name.replace("_", "-"), **look)
-        axes.set_ylim(bottom=0)
-        axes.legend(frameon=False, fontsize=8)
-        parts.append(figure_html(figure, f"{label} by layer"))
-    return parts
+    figure, axes = new_figure(3.2, xlabel="layer", ylabel=label, xticks=layers)
+    styles_of = styles(list(view.sizes))
+    for name, sizes in view.sizes.items():
+        look = {"linewidth": 1.5, "markersize": 4.5} | styles_of[name]
+        axes.plot(sizes["layer"], sizes[size], label=name.replace("_", "-"), **look)
+    axes.set_ylim(bottom=0)
+    axes.legend(frameon=False, fontsize=8)
+    return figure

@@ -2,7 +2,6 @@
 
 import csv
 import hashlib
-import html
 import io
 import itertools
 import shlex
@@ -95,22 +94,15 @@ def write(verdict: Verdict, folder: Path, more: Sequence[Section] = ()) -> Path:
         text = io.StringIO(newline="")
         csv.writer(text, lineterminator="\n").writerows(rows)
         write_atomic(folder / f"{name}.csv", text.getvalue())
-    write_atomic(folder / "report.md", markdown(verdict, parts))
-    links = " ".join(f'<a href="{name}.csv">{name}.csv</a>' for name in files)
-    links = f"<p class=note>Files: {links} <a href=report.md>report.md</a></p>"
-    title, answer = verdict.results.title, html.escape(verdict.sentences[0])
-    top = [f"<h1>{html.escape(title)}</h1>", f"<p class=verdict>{answer}</p>"]
-    counter = itertools.count(1)
-    rest = [part.html(counter) for part in parts]
-    write_atomic(folder / "index.html", page.document(title, page.STYLE, [*top, *rest, links]))
+    write_atomic(folder / "report.md", rendered("report.md", verdict, parts))
+    write_atomic(folder / "index.html", rendered("report.html", verdict, parts, files))
     return folder / "index.html"
 
 
-def markdown(verdict: Verdict, parts: Sequence[Section]) -> str:
-    """Returns the report as Markdown, for the appendix of a paper."""
-    counter = itertools.count(1)
-    lines = [f"# {verdict.results.title}", "", f"**{verdict.sentences[0]}**", ""]
-    return "\n".join([*lines, *(line for part in parts for line in part.markdown(counter))])
+def rendered(template: str, verdict: Verdict, parts: Sequence[Section], files=()) -> str:
+    """Returns the report as HTML (report.html) or as Markdown, for the appendix of a paper."""
+    values = {"title": verdict.results.title, "answer": verdict.sentences[0], "files": files}
+    return page.render(template, sections=parts, counter=itertools.count(1), **values)
 
 
 def about(results: Results) -> list[str]:
