@@ -237,3 +237,13 @@ def test_norms_of_a_mixer_are_configured_without_other_norms(mixer, read):
             continue
         with pytest.raises(UserError, match=f"model.{name}: .* has no effect"):
             build()
+
+
+def test_positions_may_act_in_the_decoder_alone():
+    """The encoder, whose only layer has no attention, differs in size."""
+    fields = {"num_encoder_layers": 1, "position": "rotary", "num_kv_heads": 0}
+    pattern = ({"mixer": "lstm"}, {})
+    config = small("encoder_decoder", encoder={"d_ff": 8}, layer_pattern=pattern, **fields)
+    assert not any(x.position_acts for x in config.layers("encoder"))
+    with pytest.raises(UserError, match="model.position: 'rotary' has no effect on mixer"):
+        small("encoder_decoder", encoder={"d_ff": 8}, mixer="lstm", **fields)

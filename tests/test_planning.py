@@ -231,6 +231,8 @@ def test_search_counts_what_each_stack_keeps():
     decoder = _kept_bytes(planned_experiment(), mesh)
     both = kept(num_encoder_layers=3)
     assert both == pytest.approx(2 * decoder)  # equal stacks
+    # A stage has half of the layers, and all sequences pass through it.
+    assert _kept_bytes(planned_experiment(), mesh | {"stage": 2}) == pytest.approx(decoder / 2)
     assert kept(num_encoder_layers=1) == pytest.approx(decoder * 4 / 3)
     narrow = {"encoder": {"d_model": D // 2, "d_ff": FF // 2}, "share_embeddings": False}
     assert kept(num_encoder_layers=3, **narrow) == pytest.approx(1.5 * decoder)

@@ -1,6 +1,7 @@
 """Validation of a ModelConfig: ranges of values, and combinations of fields."""
 
 import dataclasses
+import re
 
 from flax.core import FrozenDict
 
@@ -38,6 +39,7 @@ def check(config) -> None:
     _check_combinations(config)
     _check_layers(config)
     _check_rounds(config)
+    _check_positions(config)
     if config.encoder:
         _check_encoder(config)
 
@@ -126,7 +128,8 @@ def _check_encoder(config) -> None:
         problem = "needs model.share_embeddings=False, and cross-attention as the only source"
         raise UserError(f"model.encoder.d_model: {stack.d_model} {problem}")
     try:
-        check(stack)
+        for part in (_check_sizes, _check_layers, _check_rounds):
+            part(stack)
     except UserError as e:
         raise UserError(str(e).replace("model.", "model.encoder.", 1)) from None
     checks.refuse_without_effect("model.encoder", stack, EFFECTS, config.encoder)
@@ -142,6 +145,10 @@ def _check_layers(config) -> None:
         if entry.get("window") and "window" not in mixer.fields:
             problem = f"window = {entry['window']} has no effect with mixer = {mixer.name!r}"
             raise UserError(f"model.layer_pattern: {problem}; leave it out")
+
+
+def _check_positions(config) -> None:
+    """Checks that each position scheme acts in some layer of the model."""
     layers = [layer for side in config.sides for layer in config.layers(side)]
     for spec in dict.fromkeys(layer.position for layer in layers):
         matches = [layer for layer in layers if layer.position == spec]
@@ -187,6 +194,12 @@ def _check_layer(config, side: str) -> None:
     mixer, scheme = config.token_mixer, positions.build(config.position)
     if config.canon and "canon" not in mixer.fields:
         raise UserError(f"model.canon: mixer = {mixer.name!r} does not support it; leave it out")
+    if not re.fullmatch("A?B?C?D?", config.canon):
+        raise UserError(f"model.canon: {config.canon!r} must be letters of 'ABCD', in this order")
+    kind, canon = config.feed_forward_kind, config.canon
+    if (not kind.exists and "C" in canon) or (kind.name != "dense" and "D" in canon):
+        problem = f"'C' needs a feed-forward, and 'D' a dense one, not {kind.name!r}"
+        raise UserError(f"model.canon: {problem}; change one of them")
     causal = f"canon: {config.canon!r}" if config.canon else f"mixer: {mixer.name!r}" * mixer.causal
     if causal and (side == "encoder" or not config.causal or config.prefix_lm):
         way_out = "set model.family='decoder', model.causal=True and model.prefix_lm=False"

@@ -121,7 +121,7 @@ def _with_layout(config: Experiment, mesh: dict, remat: str, times: int) -> Expe
 def _stacks(config: Experiment, mesh: dict[str, int]) -> Iterator[tuple[str, ModelConfig, float]]:
     """Yields each stack, its config, and its layers times the tokens on a device at a time."""
     data, model = config.data, config.model
-    parts = batch_parts(mesh) * mesh["context"] * mesh["stage"] * config.train.accumulate
+    parts = batch_parts(mesh) * mesh["context"] * config.train.accumulate
     for side, length in zip(model.sides, (data.length, data.decoder_length), strict=False):
         yield side, model.stack(side), model.num_layers(side) * data.batch_size * length / parts
 

@@ -5,7 +5,6 @@ H head size (d_value for values)."""
 
 import dataclasses
 import functools
-import re
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -46,11 +45,6 @@ class SelfAttention(Mixer):
         if config.attention_score == "additive" and "rotate" in build(config.layer_position).hooks:
             problem = f"'additive' scores do not support position = {config.layer_position!r}"
             return f"model.attention_score: {problem}, which rotates queries and keys"
-        if not re.fullmatch("A?B?C?D?", config.canon):
-            return f"model.canon: {config.canon!r} must be letters of 'ABCD', in this order"
-        kind, canon = config.feed_forward_kind, config.canon
-        if (not kind.exists and "C" in canon) or (kind.name != "dense" and "D" in canon):
-            return f"model.canon: 'C' needs a feed-forward, and 'D' a dense one, not {kind.name!r}"
         size = config.num_heads * config.value_size
         if not config.attention_out and size != config.d_model:
             outputs = f"num_heads * d_value = {size} outputs, but model.d_model = {config.d_model}"

@@ -56,6 +56,7 @@ class Context:
     dropout_rate: jax.Array | None = None  # float32[], overrides the config's; None keeps it
     layer: jax.Array | int | None = None  # the layer's number, from 0; int32[] if scanned
     passed: Any = None  # by the mixer of the layer before; zeros in the first layer; None: nothing
+    # The layer's Canon layers. Attention calls it with (module, "B_query", logical names, x).
     canon: Callable = struct.field(pytree_node=False, default=lambda module, place, names, x: x)
 
 
