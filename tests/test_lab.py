@@ -199,7 +199,7 @@ def test_compare_reports_a_sweep(finished_sweep, capsys):
     page = (folder / "report" / "index.html").read_text()
     assert (
         re.search(r"x\.py, sha256 [0-9a-f]{16}", page)
-        and "Does an excessive learning rate train?&quot;" in page
+        and "Does an excessive learning rate train?&#34;" in page
     ), "the experiment file is in the report"
     assert (
         "wild diverged in 2 of 2 seeds" in output.out
