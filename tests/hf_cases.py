@@ -62,6 +62,19 @@ def roberta(prefix: str) -> list:
     ]  # fmt: skip
 
 
+REQUIRED = {
+    "deberta-v2": {
+        "relative_attention": True, "position_biased_input": False, "share_att_key": True,
+        "pos_att_type": "p2c|c2p",
+    },
+}  # fmt: skip
+"""Fields whose defaults in Transformers are not supported."""
+DEBERTA = ENCODERS_AND_DECODERS | REQUIRED["deberta-v2"] | {
+    "norm_rel_ebd": "layer_norm", "position_buckets": 4, "max_relative_positions": 5,
+    "pooler_hidden_size": 32,
+}  # fmt: skip
+
+
 def classifier(name: str, options: dict) -> tuple:
     """Returns the case of a decoder that classifies sequences. One is shorter, with padding."""
     return f"{name}ForSequenceClassification", options | {"num_labels": 3, "pad_token_id": 0}
@@ -79,6 +92,20 @@ CASES = {
         ("DistilBertModel", DISTILBERT),
         ("DistilBertForTokenClassification", DISTILBERT | {"num_labels": 5}),
         ("DistilBertForQuestionAnswering", DISTILBERT),
+    ],
+    "deberta-v2": [
+        ("DebertaV2ForMaskedLM", DEBERTA),
+        ("DebertaV2ForMaskedLM", DEBERTA | {
+            "position_buckets": -1, "max_relative_positions": -1, "norm_rel_ebd": "none",
+            "type_vocab_size": 3, "layer_norm_eps": 1e-3, "hidden_act": "relu",
+            "pos_att_type": ["c2p", "p2c"],
+        }),
+        ("DebertaV2ForMaskedLM", DEBERTA | {"tie_word_embeddings": False}),
+        ("DebertaV2Model", DEBERTA | {"layer_norm_eps": 0.1}),
+        ("DebertaV2ForSequenceClassification", DEBERTA | {"num_labels": 5}),
+        ("DebertaV2ForSequenceClassification", DEBERTA | {"pooler_hidden_act": "tanh"}),
+        ("DebertaV2ForTokenClassification", DEBERTA | {"num_labels": 5}),
+        ("DebertaV2ForQuestionAnswering", DEBERTA),
     ],
     "bert": [
         ("BertForPreTraining", ENCODERS_AND_DECODERS),

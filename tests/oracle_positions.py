@@ -121,11 +121,29 @@ def add_positions(c, name, options, p, shared, n, e, q, k, t, positions, mask, s
             r = distance @ p["relative_kernel"][:, n]
             e[s] += scale * (p["content_bias"][n] @ k[s] + (q + p["position_bias"][n]) @ r)
         elif name == "deberta":
-            limit = options.get("max_distance", 128)
-            vector = shared["relative_embedding"][max(0, min(2 * limit - 1, d + limit))]
-            r_k, r_q = vector @ p["relative_key"][:, n], vector @ p["relative_query"][:, n]
+            r_k, r_q = deberta(c, options, p, shared, n, d)
             e[s] = (e[s] + scale * (q @ r_k + k[s] @ r_q)) / math.sqrt(3)
     return e
+
+
+def deberta(c, options, p, shared, n, d):
+    """Returns the key and the query of head n at the distance d = t - s."""
+    limit, buckets = options.get("max_distance", 128), options.get("buckets", 0)
+    if buckets and abs(d) > buckets // 2:
+        m = buckets // 2
+        size = math.ceil(math.log(abs(d) / m) / math.log((limit - 1) / m) * (m - 1)) + m
+        d = int(math.copysign(size, d))
+    half = buckets or limit
+    vector = shared["relative_embedding"][max(0, min(2 * half - 1, d + half))]
+    if options.get("norm"):
+        vector = (vector - vector.mean()) / np.sqrt(vector.var() + c.norm_epsilon)
+        vector = vector * shared["relative_norm_gain"] + shared["relative_norm_offset"]
+    if not options.get("shared"):
+        return vector @ p["relative_key"][:, n], vector @ p["relative_query"][:, n]
+    key, query = p["key"], p["query"]
+    group = n * key["kernel"].shape[1] // query["kernel"].shape[1]
+    r_k = vector @ key["kernel"][:, group] + key["bias"][group]
+    return r_k, vector @ query["kernel"][:, n] + query["bias"][n]
 
 
 NOT_BY_DISTANCE = (

@@ -57,12 +57,10 @@ def bound_scheme(position, side, where, d_value=H, **fields):
     facts = small(side, position=position, d_value=d_value, **fields).stack_facts(side)
     draw = np.random.default_rng(0)
     param = lambda name, init, shape, dtype: jnp.asarray(0.5 * draw.standard_normal(shape), dtype)
-    return (
-        positions.build(position)
-        .bind(param, facts)
-        .bind_layer(param, facts)
-        .at(where.positions_BxT)
-    )
+    kernels = draw.standard_normal((2, facts.d_model, facts.num_heads, facts.d_head)) / 4
+    project = [lambda x, w=w: jnp.einsum("RD,DNH->RNH", x, w) for w in kernels]
+    scheme = positions.build(position).bind(param, facts).bind_layer(param, facts)
+    return scheme.project(*project).at(where.positions_BxT)
 
 
 def value_and_gradients(attend, q, k, v, inputs):

@@ -16,6 +16,7 @@ from test_convert_faults import copy_directory, load_error
 from transformer import build_model, load_hf, save_hf
 from transformer.convert import FAMILIES
 from transformer.convert.hf import _tensors
+from transformer.model.positions.content import log_buckets
 
 CASES, saved_model = test_convert.CASES, test_convert.saved_model
 padded_sequences = test_convert.padded_sequences
@@ -100,6 +101,69 @@ def test_next_sentence_prediction_alone_is_a_classifier(saved_model, tmp_path):
     ids = torch.tensor(padded_sequences(0)[0])
     exported = transformers.BertForSequenceClassification.from_pretrained(tmp_path / "out").eval()
     np.testing.assert_allclose(exported(ids).logits.detach(), model(ids).logits.detach(), atol=1e-5)
+
+
+def test_files_of_deberta_v3_have_another_head_and_a_discriminator(saved_model, tmp_path):
+    """On the hub, config.json omits `legacy`, and files have tables of absolute positions."""
+    options = CASES["deberta-v2"][0][1]
+    model, folder = saved_model("DebertaV2ForMaskedLM", options | {"legacy": False})
+    more = {
+        "mask_predictions.dense.weight": torch.ones(32, 32),
+        "deberta.embeddings.position_embeddings.weight": torch.ones(40, 32),
+    }
+    without = lambda config: config.pop("legacy")
+    hub = copy_directory(folder, tmp_path / "x", without, lambda tensors: tensors.update(more))
+    config, params = load_hf(hub)
+    ours, expected, real = test_convert.both_logits(model, config, params, "")
+    np.testing.assert_allclose(ours[real], expected[real], atol=1e-4)
+    save_hf(tmp_path / "out", config, params)
+    ids = torch.tensor(padded_sequences(0)[0])
+    exported = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "out").eval()
+    np.testing.assert_allclose(exported(ids).logits.detach(), model(ids).logits.detach(), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"relative_attention": False}, "relative_attention = False is not supported"),
+        (
+            {"position_biased_input": True},
+            "position_biased_input = True is not supported",
+        ),
+        ({"share_att_key": False}, "share_att_key = False is not supported; it must be True"),
+        (
+            {"pos_att_type": ["c2p"]},
+            "pos_att_type = ['c2p'] is not supported; it must be",
+        ),
+        ({"pos_att_type": 3}, "pos_att_type = 3 must be a string or a list or null"),
+        ({"norm_rel_ebd": "rms"}, "norm_rel_ebd = 'rms' has 'rms'; use 'none' or 'layer_norm'"),
+        ({"conv_kernel_size": 3}, "conv_kernel_size = 3 is not supported; it must be 0"),
+        ({"pooler_hidden_act": "relu"}, "pooler_hidden_act = 'relu' is not supported; use one of"),
+        (
+            {"position_buckets": 5},
+            "model.position: 'deberta' with buckets = 5 and max_dist",
+        ),
+    ],
+)
+def test_other_variants_of_deberta_raise_an_error(saved_model, tmp_path, change, problem):
+    _, folder = saved_model(*CASES["deberta-v2"][0])
+    assert problem in load_error(
+        copy_directory(folder, tmp_path / "x", lambda config: config.update(change))
+    )
+
+
+def test_buckets_of_deberta_equal_transformers():
+    reference = transformers.models.deberta_v2.modeling_deberta_v2.make_log_bucket_position
+    sizes = [(b, n) for b in (2, 4, 6, 16, 64, 256) for n in (b // 2 + 2, b + 1, 2 * b, 512, 513)]
+    for buckets, longest in sizes:
+        distance = np.arange(-longest, longest + 1)
+        expected = reference(torch.tensor(distance), buckets, longest).long().numpy()
+        clipped = (
+            np.clip(x, -buckets, buckets - 1)
+            for x in (log_buckets(distance, buckets, longest), expected)
+        )
+        np.testing.assert_array_equal(*clipped, err_msg=f"{buckets} buckets to {longest}")
+    assert len(set(log_buckets(np.arange(512), 256, 512))) == 256  # 0 to 255
 
 
 def test_sinusoidal_table_must_match_its_formula(saved_model, tmp_path):

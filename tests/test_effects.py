@@ -53,6 +53,7 @@ WITHOUT_EFFECT = {
     "model.causal": lambda: small("encoder", causal=False),
     "model.causal ": lambda: small("decoder", causal=False, prefix_lm=True, position="t5"),
     "model.pooler": lambda: small("encoder_decoder", pooler=True),
+    "model.pooler_activation": lambda: small("encoder", pooler_activation="gelu"),
     "model.decoder_start_id": lambda: small("decoder", decoder_start_id=0),
     # Fields that layer_pattern sets in every layer, and entries that no layer uses.
     "model.position": lambda: small("decoder", position="t5", layer_pattern=ALL),

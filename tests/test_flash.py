@@ -54,6 +54,10 @@ DISTANCE_BIASES = [name for name, scheme in SCHEMES.items() if scheme().is_dista
 BY_CONTENT = ["shaw", "transformer_xl", "deberta"]
 """Functions of distance and content."""
 
+DEBERTA_V3 = {
+    "name": "deberta", "max_distance": 90, "buckets": 8, "shared": True, "norm": True,
+}  # fmt: skip
+
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
@@ -122,7 +126,7 @@ def test_output_of_queries_without_keys_is_zero():
     assert_matches_reference(q, k, v, attention_inputs)
 
 
-@pytest.mark.parametrize("position", [None, "t5", *BY_CONTENT])
+@pytest.mark.parametrize("position", [None, "t5", *BY_CONTENT, DEBERTA_V3])
 def test_long_sequences_are_computed_in_pairs_of_blocks(monkeypatch, position):
     monkeypatch.setattr(flash, "block_size", lambda *_: 128)
     assert_matches_reference(*random_qkv(), make_inputs("sink", position))

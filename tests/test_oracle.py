@@ -153,6 +153,12 @@ VARIANTS = {
     "sinusoids in halves": {"position": {"name": "sinusoidal", "layout": "halves", "base": 100.0}},
     "near keys": {"position": {"name": "shaw", "max_distance": 2, "values": False}},
     "near deberta": {"position": {"name": "deberta", "max_distance": 2}},
+    "deberta v3": {
+        "position": {
+            "name": "deberta", "max_distance": 4, "buckets": 4, "shared": True, "norm": True,
+        },
+        "norm_epsilon": 0.1,
+    },
 }  # fmt: skip
 
 

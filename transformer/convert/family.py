@@ -19,7 +19,7 @@ Constant = Callable[[Shape], np.ndarray | None]
 TRAINING = frozenset(
     """dropout attention_dropout activation_dropout initializer init_std embedding_init_std
     residual_init_scale random_positions scan_layers remat dtype param_dtype
-    attention_backend""".split()  # noqa: SIM905
+    attention_backend""".split()
 )
 """Fields of ModelConfig that set how a model is trained and run. Outside configs may omit them."""
 

@@ -16,26 +16,27 @@ from transformer.model.config_checks import MAX_LAYERS
 _MISSING = object()
 HARMLESS = frozenset(
     """_attn_implementation _attn_implementation_autoset _commit_hash _name_or_path architectures
-    attn_implementation auto_map bad_words_ids begin_suppress_tokens bos_token_id
-    chunk_size_feed_forward classif_dropout classifier_dropout cross_attention_hidden_size
-    decoder_start_token_id diversity_penalty do_sample dtype early_stopping
+    attention_softmax_in_fp32 attn_implementation auto_map bad_words_ids begin_suppress_tokens
+    bos_token_id chunk_size_feed_forward classif_dropout classifier_activation classifier_bias
+    classifier_dropout classifier_pooling cls_dropout cls_token_id cross_attention_hidden_size
+    decoder_layerdrop decoder_start_token_id deterministic_flash_attn diversity_penalty do_sample
+    dtype early_stopping embd_pdrop embedding_dropout encoder_layerdrop
     encoder_no_repeat_ngram_size eos_token_id exponential_decay_length_penalty extra_pos_embeddings
     finetuning_task force_bos_token_to_be_generated forced_bos_token_id forced_eos_token_id
-    gradient_checkpointing id2label initializer_factor initializer_range initializer_cutoff_factor
-    init_std is_encoder_decoder label2id length_penalty max_length min_length model_type n_ctx
-    no_repeat_ngram_size num_beam_groups num_beams num_labels num_return_sequences offset_alibi
-    onnx_export output_attentions output_hidden_states output_past output_scores pad_token_id prefix
-    pretraining_tp problem_type pruned_heads remove_invalid_values repetition_penalty return_dict
-    return_dict_in_generate sep_token_id cls_token_id skip_bias_add skip_bias_add_qkv slow_but_exact
-    static_position_embeddings suppress_tokens task_specific_params temperature tf_legacy_loss
+    gradient_checkpointing id2label init_std initializer_cutoff_factor initializer_factor
+    initializer_range is_encoder_decoder label2id layerdrop length_penalty masked_softmax_fusion
+    max_length min_length mlp_dropout model_type n_ctx n_special no_repeat_ngram_size
+    num_beam_groups num_beams num_labels num_return_sequences offset_alibi onnx_export
+    output_attentions output_hidden_states output_past output_router_logits output_scores
+    pad_token_id pooler_dropout predict_special_tokens prefix pretraining_tp problem_type
+    pruned_heads qa_dropout reference_compile remove_invalid_values reorder_and_upcast_attn
+    repad_logits_with_grad repetition_penalty return_dict return_dict_in_generate
+    router_jitter_noise sep_token_id seq_classif_dropout sinusoidal_pos_embds skip_bias_add
+    skip_bias_add_qkv slow_but_exact sparse_pred_ignore_index sparse_prediction
+    static_position_embeddings summary_activation summary_first_dropout summary_proj_to_labels
+    summary_type summary_use_proj suppress_tokens task_specific_params temperature tf_legacy_loss
     tie_encoder_decoder tokenizer_class top_k top_p torch_dtype torchscript transformers_version
-    typical_p unk_index use_bfloat16 use_cache xla_device n_special predict_special_tokens
-    summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj
-    reorder_and_upcast_attn layerdrop encoder_layerdrop decoder_layerdrop classifier_activation
-    classifier_bias classifier_pooling deterministic_flash_attn sparse_prediction
-    sparse_pred_ignore_index reference_compile repad_logits_with_grad embedding_dropout mlp_dropout
-    embd_pdrop qa_dropout seq_classif_dropout sinusoidal_pos_embds output_router_logits
-    router_jitter_noise attention_softmax_in_fp32 masked_softmax_fusion""".split()  # noqa: SIM905
+    typical_p unk_index use_bfloat16 use_cache xla_device""".split()
 )
 """Fields of generation, training and metadata, which do not affect what the network computes."""
 
@@ -45,7 +46,7 @@ class Field:
     """One field of a config.json: its permitted values, and the default of Transformers."""
 
     default: Any
-    kind: type
+    kind: type | types.UnionType
     ours: str = ""  # the paired field of ModelConfig: same value, but for the names of activations
     nullable: bool = False  # null is our default, or the family's code handles it
     above: float | None = None  # numbers must be greater than this
@@ -69,7 +70,7 @@ class Field:
     @property
     def _kind(self) -> str:
         names = {int: "a whole number", float: "a number", bool: "true or false", str: "a string",
-                 dict: "an object", list: "a list"}  # fmt: skip
+                 dict: "an object", list: "a list", str | list: "a string or a list"}  # fmt: skip
         return names[self.kind] + (" or null" if self.nullable else "")
 
 
@@ -186,6 +187,12 @@ class Fields:
         if wrong := [x for x in values if positive(1.0).problem(x)]:
             raise self.error(name, f"has {shown(wrong[0])}; its entries are numbers over 0")
         return tuple(map(float, values))
+
+    def words(self, name: str) -> set[str]:
+        """Returns the words of a field: a list, or a string with `|` between them."""
+        words = self.get(name) or ""
+        words = words.split("|") if isinstance(words, str) else words
+        return {str(word).strip().lower() for word in words}
 
     def layer_kinds(self, layers: int) -> list[str] | None:
         """Returns `layer_types`, which has one entry per layer, or None if missing or null."""

@@ -60,18 +60,13 @@ def _columns_with_text(table: Table) -> list[int]:
 
 
 _TEMPLATES = jinja2.Environment(
-    loader=jinja2.FileSystemLoader(FOLDER),
-    autoescape=jinja2.select_autoescape(["html"]),
-    trim_blocks=True,
-    lstrip_blocks=True,
-    undefined=jinja2.StrictUndefined,
-)
+    loader=jinja2.FileSystemLoader(FOLDER), autoescape=jinja2.select_autoescape(["html"]),
+    trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined,
+)  # fmt: skip
 _TEMPLATES.globals |= {
     "file": lambda name: Markup((FOLDER / name).read_text()),
-    "svg": _svg,
-    "columns_with_text": _columns_with_text,
-    "next": next,
-}
+    "svg": _svg, "columns_with_text": _columns_with_text, "next": next,
+}  # fmt: skip
 _TEMPLATES.filters |= {
     "shown": lambda piece: piece.replace("\u2581", " ").replace("\n", "\u21b5").strip() or piece,
     "in_text": lambda piece: piece.replace("\u2581", " ").replace("\n", "\u21b5\n"),

@@ -119,7 +119,8 @@ class ModelConfig:
     # none | span | cls | mean | last: pooling for labels. none: one label per token; span: for each
     # token, a logit of being the first and one of being the last of a span (extractive_qa).
     pooling: Literal["none", "span", "cls", "mean", "last"] = "none"
-    pooler: bool = False  # apply tanh(h W + b) to the pooled hidden state (BERT)
+    pooler: bool = False  # apply act(h W + b) to the pooled hidden state (BERT)
+    pooler_activation: Literal["tanh", "gelu"] = "tanh"  # act of the pooler (DeBERTa: gelu)
     num_labels: Count = 0  # outputs of the classifier; 0: no classifier
     label_bias: bool = True  # the classifier has a bias
     embedding_scale: bool = False  # multiply embeddings by sqrt(d_model)
@@ -372,7 +373,8 @@ class ModelConfig:
             d_model=self.d_model, num_heads=self.num_heads, d_head=self.head_size,
             d_value=self.value_size, max_length=max(self.max_length, self.random_positions),
             causal=side == "decoder" and self.causal and not self.prefix_lm,
-            param_dtype=self.param_dtype, m_D=self.d_model / self.base.d_model,
+            param_dtype=self.param_dtype, norm_epsilon=self.norm_epsilon,
+            m_D=self.d_model / self.base.d_model,
         )  # fmt: skip
         return self.token_mixer.facts(self, facts)
 

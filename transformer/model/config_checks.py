@@ -308,6 +308,7 @@ EFFECTS = (
     Effect(("tie_embeddings", "logit_bias", "logit_scale", "logit_soft_cap", "head_transform"),
            "model.lm_head=True", lambda c: c.lm_head),
     Effect(("label_bias",), "labels: model.num_labels", lambda c: c.num_labels),
+    Effect(("pooler_activation",), "model.pooler=True", lambda c: c.pooler),
     Effect(("pooling",), "labels: model.num_labels or model.pooler",
            lambda c: c.num_labels or c.pooler),
 )  # fmt: skip

@@ -147,9 +147,9 @@ real tokens, "last" takes the last real token."""
 
 
 class Classifier(nn.Module):
-    """The head of labels: h_pooled W + b, where h_pooled = pool(h) or, with `pooler`, tanh(pool(h)
-    W_p + b_p) (Devlin et al. 2019). Without `num_labels`, the output is h_pooled. BERT's
-    next-sentence head: `pooling="cls", pooler=True, num_labels=2`."""
+    """The head of labels: h_pooled W + b, where h_pooled = pool(h) or, with `pooler`, act(pool(h)
+    W_p + b_p) (Devlin et al. 2019; act is `pooler_activation`). Without `num_labels`, the output is
+    h_pooled. BERT's next-sentence head: `pooling="cls", pooler=True, num_labels=2`."""
 
     config: ModelConfig
 
@@ -163,5 +163,6 @@ class Classifier(nn.Module):
     def __call__(self, h_BxTxD: jax.Array, tokens: Tokens) -> jax.Array:
         """Returns float32[B, C], or [B, T, C] without pooling. Without `num_labels`: h_pooled."""
         h = POOLINGS[self.config.pooling](h_BxTxD, (tokens.segments_BxT > 0)[..., None])
-        pooled = jnp.tanh(self.pooler(h)) if self.config.pooler else h
+        act = jnp.tanh if self.config.pooler_activation == "tanh" else ACTIVATIONS["gelu"]
+        pooled = act(self.pooler(h)) if self.config.pooler else h
         return self.labels(pooled).astype(jnp.float32) if self.config.num_labels else pooled

@@ -79,8 +79,7 @@ def parameter_rules(family: type[nn.Module], config: ModelConfig) -> Rules:
             axes = matrix_axes(names)
             size = lambda x, part: math.prod(x.shape[i] for i in part)
             m_N = size(x, axes.inputs) / size(base_x, axes.inputs)
-            fan_sum = size(x, axes.inputs) + size(x, axes.outputs)
-            base_sum = size(base_x, axes.inputs) + size(base_x, axes.outputs)
+            fan_sum, base_sum = (size(y, axes.inputs) + size(y, axes.outputs) for y in (x, base_x))
             named = config.initializer if path.endswith("/kernel") else "lecun_normal"
             variances = {"normal": 1.0, "lecun_normal": m_N, "xavier_uniform": fan_sum / base_sum}
             ratio = variances[named] ** 0.5

@@ -269,7 +269,7 @@ def _facts_read(scheme: positions.Position, facts: positions.StackFacts) -> froz
             read[name] = getattr(facts, name)
             return read[name]
 
-    param = lambda name, init, *args: init(jax.random.key(0), *args)
+    param = lambda name, init, *args: nn.unbox(init(jax.random.key(0), *args))
     jax.eval_shape(lambda: scheme.bind(param, Recorded()))
     return frozenset(read.items())
 

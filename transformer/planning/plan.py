@@ -118,8 +118,7 @@ class Plan(NamedTuple):
             "model_flops_per_token": self.model_flops / self.tokens,
             "step_seconds_at_least": self.step, "mfu_at_most": self.mfu, "run": self.run,
             "kernels": [dataclasses.asdict(kernel) for kernel in self.kernels],
-            "kernel_cycles": self.kernel_cycles,
-            "price_per_chip_hour": self.price,
+            "kernel_cycles": self.kernel_cycles, "price_per_chip_hour": self.price,
             "programs": {name: part_to_json(part) for name, part in self.parts.items()},
             "config": to_mapping(self.config),
         }  # fmt: skip

@@ -1,5 +1,6 @@
 """BERT (Devlin et al. 2019), RoBERTa (Liu et al. 2019), XLM-RoBERTa (Conneau et al. 2020),
-CamemBERT (Martin et al. 2020), DistilBERT (Sanh et al. 2019): post-norm, learned positions."""
+CamemBERT (Martin et al. 2020), DistilBERT (Sanh et al. 2019): post-norm, learned positions. DeBERTa
+v2 and v3 (He et al. 2021, 2023): post-norm, relative positions."""
 
 import dataclasses
 import functools
@@ -7,7 +8,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from transformer.convert.family import Family
-from transformer.convert.fields import Fields, changed, count, field, positive, write_labels
+from transformer.convert.fields import Field, Fields, changed, count, field, positive, write_labels
 from transformer.convert.rope import options
 from transformer.convert.weights import Copy, attention, linear, norm, same
 from transformer.errors import UserError
@@ -40,7 +41,9 @@ class _Kind(NamedTuple):
     sequence: tuple[str, ...] = ("bert.pooler.dense", "classifier")  # to classify sequences
     next_sentence: bool = False  # the head for pre-training also predicts the next sentence
     after_pad: bool = False  # the first position is the ID of the pad token plus 1
+    relative: bool = False  # positions are relative (DeBERTa)
     special_tokens: Mapping[str, int] = {"pad_token_id": 0}
+    unused: tuple[str, ...] = ()  # patterns of tensors that Transformers ignores
 
     def fields(self) -> dict:
         """Returns this type's fields, with their defaults."""
@@ -57,10 +60,13 @@ _ROBERTA = _Kind(
         "bert.": "roberta.", "cls.predictions.transform.LayerNorm": "lm_head.layer_norm",
         "cls.predictions.transform.": "lm_head.", "cls.predictions.": "lm_head.",
     },
-    head="lm_head.", sequence=("classifier.dense", "classifier.out_proj"),
-    after_pad=True, special_tokens={"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2},
+    head="lm_head.", sequence=("classifier.dense", "classifier.out_proj"), after_pad=True,
+    special_tokens={"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2},
+    unused=(r"roberta\.pooler\.dense\..*",),
 )  # fmt: skip
 _XLM = {"pad_token_id": count(1)}
+_SIZE = Field(-1, int)  # numbers below 1 stand for the default
+_RELATIVE = {"relative_attention": True, "position_biased_input": False, "share_att_key": True}
 _KINDS = {
     "bert": _Kind(next_sentence=True),
     "roberta": _ROBERTA,
@@ -86,6 +92,22 @@ _KINDS = {
             "cls.predictions.bias": "vocab_projector.bias",
         },
         head="vocab_", sequence=(),
+    ),
+    "deberta-v2": _Kind(
+        "DebertaV2", {
+            "vocab_size": 128100, "hidden_size": 1536, "intermediate_size": 6144,
+            "num_hidden_layers": 24, "num_attention_heads": 24, "layer_norm_eps": 1e-7,
+            "type_vocab_size": count(0), "relative_attention": False, "position_buckets": _SIZE,
+            "max_relative_positions": _SIZE, "norm_rel_ebd": "none", "share_att_key": False,
+            "position_biased_input": True, "pos_att_type": Field(None, str | list, nullable=True),
+            "pooler_hidden_act": "gelu",
+        },
+        tensors={
+            "bert.pooler": "pooler", "bert.": "deberta.", "self.query": "self.query_proj",
+            "self.key": "self.key_proj", "self.value": "self.value_proj",
+        },
+        sequence=("pooler.dense", "classifier"), relative=True,
+        unused=(r"deberta\.embeddings\.position_embeddings\..*", r"mask_predictions\..*"),
     ),
 }  # fmt: skip
 
@@ -117,6 +139,36 @@ def _read(kind: _Kind, f: Fields, tensors: frozenset[str]) -> dict:
         "pooling": "cls" if pooler else "span" if has("qa_outputs.") else "none",
         "pooler": pooler, "num_labels": num_labels,
         "tie_embeddings": f.get("tie_word_embeddings") or not head,
+        **(_read_relative(f, pooler) if kind.relative else {}),
+    }  # fmt: skip
+
+
+def _read_relative(f: Fields, pooler: bool) -> dict:
+    for name, value in (_RELATIVE | {"conv_kernel_size": 0}).items():
+        f.must(name, value)
+    f.must("pooler_hidden_size", f.get("hidden_size"))
+    f.ignore("legacy")  # it names the tensors of the head, which have one meaning
+    if f.words("pos_att_type") != {"c2p", "p2c"}:
+        raise f.error("pos_att_type", "is not supported; it must be 'p2c|c2p'")
+    if unknown := f.words("norm_rel_ebd") - {"none", "layer_norm"}:
+        raise f.error("norm_rel_ebd", f"has {unknown.pop()!r}; use 'none' or 'layer_norm'")
+    longest = f.get("max_relative_positions")
+    position = {
+        "name": "deberta", "shared": True, "norm": "layer_norm" in f.words("norm_rel_ebd"),
+        "max_distance": longest if longest > 0 else f.get("max_position_embeddings"),
+        "buckets": max(f.get("position_buckets"), 0),
+    }  # fmt: skip
+    activation = f.one_of("pooler_hidden_act", {"gelu": "gelu", "tanh": "tanh"})
+    return {"position": position} | ({"pooler_activation": activation} if pooler else {})
+
+
+def _write_relative(c: ModelConfig) -> dict:
+    chosen = options(c.position)
+    return _RELATIVE | {
+        "pos_att_type": ["p2c", "c2p"], "position_buckets": chosen.get("buckets", 0) or -1,
+        "max_relative_positions": chosen.get("max_distance", 128),
+        "norm_rel_ebd": "layer_norm" if chosen.get("norm") else "none",
+        "pooler_hidden_size": c.d_model, "pooler_hidden_act": c.pooler_activation,
     }  # fmt: skip
 
 
@@ -124,6 +176,7 @@ def _write(kind: _Kind, c: ModelConfig) -> dict:
     offset = options(c.position).get("offset", 0) if kind.after_pad else 0
     architecture = f"{kind.title}{_architecture(kind, c)}"
     theirs = {"architectures": [architecture], "max_position_embeddings": c.max_length + offset}
+    theirs |= _write_relative(c) if kind.relative else {}
     return theirs | (write_labels(c.num_labels) if "Classification" in architecture else {})
 
 
@@ -144,7 +197,13 @@ def _weights(kind: _Kind, c: ModelConfig):
 
 def _bert_weights(kind: _Kind, c: ModelConfig):
     root = "bert.embeddings"
-    yield same(f"{root}.position_embeddings.weight", "encoder/position_embedding")
+    if not kind.relative:
+        yield same(f"{root}.position_embeddings.weight", "encoder/position_embedding")
+    else:
+        yield same("bert.encoder.rel_embeddings.weight", "encoder/relative_embedding")
+        if options(c.position).get("norm"):
+            yield same("bert.encoder.LayerNorm.weight", "encoder/relative_norm_gain")
+            yield same("bert.encoder.LayerNorm.bias", "encoder/relative_norm_offset")
     if c.token_types:
         yield same(f"{root}.token_type_embeddings.weight", "embedding/token_types")
     yield from norm(f"{root}.LayerNorm", "encoder/embedding_norm")
@@ -174,9 +233,13 @@ def _bert_weights(kind: _Kind, c: ModelConfig):
 
 
 def _rename(name: str, stored: Collection[str]) -> str:
-    """A head for next-sentence prediction alone is a classifier of two classes."""
-    alone = not any(x.startswith("cls.predictions.") for x in stored)
-    return name.replace("cls.seq_relationship.", "classifier.") if alone else name
+    """A head for next-sentence prediction alone is a classifier of two classes. The head of DeBERTa
+    v3, and of v2 without `legacy`, has other names."""
+    if any(x.startswith("cls.predictions.") for x in stored):
+        return name
+    name = name.replace("lm_predictions.lm_head.", "cls.predictions.transform.")
+    name = name.replace("cls.predictions.transform.bias", "cls.predictions.bias")
+    return name.replace("cls.seq_relationship.", "classifier.")
 
 
 def _copies(kind: _Kind, c: ModelConfig) -> tuple[Copy, ...]:
@@ -197,9 +260,8 @@ FAMILIES = [
         "encoder", *(functools.partial(f, kind) for f in (_read, _write, _weights)), kind.fields(),
         table=kind.tensor(_TABLE), special_tokens=kind.special_tokens, prefix=kind.tensor("bert."),
         copies=functools.partial(_copies, kind), rename=_rename,
-        heads=("cls.", kind.head, "classifier.", "qa_outputs."),
-        # The first is 0, 1, 2, ...
-        unused=(r".*embeddings\.position_ids", *[r"roberta\.pooler\.dense\..*"] * kind.after_pad),
+        heads=("cls.", kind.head, "classifier.", "qa_outputs.", *kind.sequence[:1]),
+        unused=(r".*embeddings\.position_ids", *kind.unused),  # the first is 0, 1, 2, ...
     )
     for model_type, kind in _KINDS.items()
 ]  # fmt: skip

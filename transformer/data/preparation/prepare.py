@@ -125,13 +125,11 @@ def _finish(job: Job, tokenizer: Tokenizer, meta: dict, num_pieces: int) -> dict
     names += ["valid.jsonl", "test.jsonl"]
     digest = lambda name: hashlib.sha256((job.folder / name).read_bytes()).hexdigest()
     index = {
-        "format": FORMAT,
-        "files": {name: digest(name) for name in names},
-        "layout": job.data.chosen.layout(job),
-        "tokenizer": to_mapping(job.data.tokenizer),
+        "format": FORMAT, "files": {name: digest(name) for name in names},
+        "layout": job.data.chosen.layout(job), "tokenizer": to_mapping(job.data.tokenizer),
         "report": dict(sum((Counter(shard["report"]) for shard in shards), Counter())),
         "shards": [{field: shard[field] for field in fields} for shard in shards],
-    }
+    }  # fmt: skip
     summary = {
         "examples": total["examples"], "tokens": total["tokens"], "sequences": sequences,
         "shards": len(shards), "padding": 1 - filled,

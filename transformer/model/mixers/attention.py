@@ -5,7 +5,6 @@ H head size (d_value for values)."""
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -38,7 +37,7 @@ class SelfAttention(Mixer):
 
     scope = "self_attention"
     fields = frozenset(SHARED_FIELDS) - {"cross_position"}
-    hooks = frozenset({"embed", "rotate", "bias", "score", "value"})
+    hooks = frozenset({"embed", "project", "rotate", "bias", "score", "value"})
     observes = frozenset({"heads", "maps"})
 
     def check(self, config, side):
@@ -77,6 +76,7 @@ class CrossAttention(Mixer):
         additive, spread = config.attention_score == "additive", config.random_positions > 0
         reasons = {
             "is absolute": "embed" in scheme.hooks,
+            "shares the projections of self-attention": "project" in scheme.hooks,
             "rotates keys, unlike additive scores": "rotate" in scheme.hooks and additive,
             "depends on the length of each sequence": getattr(scheme, "by_length", False),
             "does not support model.random_positions": scheme.reads_positions and spread,
@@ -106,8 +106,11 @@ class Attention(base.MixerModule):
 
     def _projected(self, x_BxTxD, context: Context, position: Position) -> tuple:
         """Returns the position scheme with the layer's parameters, and queries, keys, values."""
+        query, key = self._heads("query"), self._heads("key")
         position = position.bind_layer(self.param, self.config.stack_facts(self.side))
-        q_BxTxNxH, (k_BxTxKxH, v_BxTxKxH) = self._queries(x_BxTxD), self._keys_and_values(x_BxTxD)
+        position = position.project(query, key)
+        q_BxTxNxH = self._queries(query(x_BxTxD))
+        k_BxTxKxH, v_BxTxKxH = self._keys_and_values(key(x_BxTxD), x_BxTxD)
         canon = lambda name, axis, x: context.canon(self, f"B_{name}", (axis, "head"), x)
         q_BxTxNxH = canon("query", "heads", q_BxTxNxH)
         k_BxTxKxH = canon("key", "kv_heads", k_BxTxKxH)
@@ -127,9 +130,10 @@ class Attention(base.MixerModule):
         options = position, deterministic, context.index, context.layer
         return self._attend(x_BxTxD, (q_BxTxNxH, kv), mask, tokens, *options), new
 
-    def _queries(self, x_BxTxD: jax.Array) -> jax.Array:
-        cfg, q_BxTxNxH = self.config, self._heads("query", self.config.num_heads)(x_BxTxD)
-        q_BxTxNxH = self._normalized("query_norm", q_BxTxNxH, cfg.qk_norm)
+    def _queries(self, q_BxTxNxH: jax.Array) -> jax.Array:
+        """Returns projected queries, normalized and multiplied by M, as the config sets."""
+        cfg = self.config
+        q_BxTxNxH = self._normalized("query_norm", shard_heads(q_BxTxNxH), cfg.qk_norm)
         if cfg.attention_score != "bilinear":
             return q_BxTxNxH
         shape, names = (cfg.num_heads, *[cfg.head_size] * 2), ("heads", "head", None)
@@ -137,14 +141,14 @@ class Attention(base.MixerModule):
         matrices_NxHxH = declare(self, "bilinear", eye, names, shape).astype(cfg.dtype)
         return jnp.einsum("BTNH,NHI->BTNI", q_BxTxNxH, matrices_NxHxH)
 
-    def _keys_and_values(self, x_BxSxD: jax.Array) -> tuple[jax.Array, jax.Array]:
-        k_BxSxKxH = self._heads("key", self.config.kv_heads)(x_BxSxD)
-        v_BxSxKxH = self._value(x_BxSxD)
-        k_BxSxKxH = self._normalized("key_norm", k_BxSxKxH, self.config.qk_norm)
+    def _keys_and_values(self, k_BxSxKxH, x_BxSxD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns projected keys and the values of x, normalized as the config sets."""
+        v_BxSxKxH = shard_heads(self._value(x_BxSxD))
+        k_BxSxKxH = self._normalized("key_norm", shard_heads(k_BxSxKxH), self.config.qk_norm)
         return k_BxSxKxH, self._normalized("value_norm", v_BxSxKxH, self.config.v_norm)
 
     def _value(self, x_BxSxD: jax.Array) -> jax.Array:
-        return self._heads("value", self.config.kv_heads, self.gain)(x_BxSxD)
+        return self._heads("value", self.gain)(x_BxSxD)
 
     def _with_first(self, v_BxTxKxH, context: Context) -> list[jax.Array]:
         """Returns [v] or, with `value_residual`, [w_1 v_first + w_2 v, v_first]; first layer: v."""
@@ -175,14 +179,12 @@ class Attention(base.MixerModule):
         qkv = q_BxTxNxH, *map(by_head, kv)
         return inner_attention(self, qkv, mask, tokens, position, *options)
 
-    def _heads(
-        self, name: str, heads: int, gain: float = 1.0, size: int = 0
-    ) -> Callable[[jax.Array], jax.Array]:
-        """Returns the projection D -> heads x H."""
-        cfg, names = self.config, ("embed", "heads" if name == "query" else "kv_heads", "head")
-        size = size or (cfg.value_size if name == "value" else cfg.head_size)
-        project = Linear(cfg, (heads, size), names, cfg.qkv_has_bias, gain, name=name)
-        return lambda x_BxTxD: shard_heads(project(x_BxTxD))
+    def _heads(self, name: str, gain: float = 1.0, shape: tuple[int, ...] = ()) -> Linear:
+        """Returns the projection D -> heads x H; `shape` overrides the number and size of heads."""
+        cfg, heads = self.config, "heads" if name == "query" else "kv_heads"
+        size = cfg.value_size if name == "value" else cfg.head_size
+        shape = shape or (cfg.num_heads if name == "query" else cfg.kv_heads, size)
+        return Linear(cfg, shape, ("embed", heads, "head"), cfg.qkv_has_bias, gain, name=name)
 
     def _gate(self, x_BxTxD: jax.Array) -> jax.Array:
         """Returns the logits of the gate, [B, T, N, H], or [B, T, N, 1] for one per head."""
@@ -222,10 +224,11 @@ class SourceAttention(Attention):
         facts = self.kind.facts(self.config, self.config.stack_facts(self.side))
         param = lambda name, *args: self.param(f"position_{name}", *args)
         scheme = build(self.config.cross_position).bind(param, facts).bind_layer(param, facts)
-        q_BxTxNxH = self._queries(x_BxTxD)
+        q_BxTxNxH = self._queries(self._heads("query")(x_BxTxD))
         at = lambda tokens: scheme.at(tokens.positions_BxT).rotate
         if state is None:
-            k_BxSxKxH, v_BxSxKxH = self._keys_and_values(context.source_BxSxD)
+            keys_BxSxKxH = self._heads("key")(context.source_BxSxD)
+            k_BxSxKxH, v_BxSxKxH = self._keys_and_values(keys_BxSxKxH, context.source_BxSxD)
             groups = self.config.num_heads // self.config.kv_heads
             _, k_BxSxKxH = at(context.source_tokens)(jnp.repeat(k_BxSxKxH, groups, 2), k_BxSxKxH)
             state = Shared(KeyValue(by_head(k_BxSxKxH), by_head(v_BxSxKxH)))

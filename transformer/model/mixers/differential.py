@@ -51,7 +51,7 @@ class DifferentialAttention(Attention):
 
     def _value(self, x_BxSxD: jax.Array) -> jax.Array:
         pairs, size = self.config.kv_heads // 2, 2 * self.config.value_size
-        return self._heads("value", pairs, self.gain, size)(x_BxSxD)
+        return self._heads("value", self.gain, (pairs, size))(x_BxSxD)
 
     def _inner(self, q_and_kv, *options):
         cfg, (q_BxTxNxH, kv), *_, layer = self.config, q_and_kv, *options

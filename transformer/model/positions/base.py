@@ -56,6 +56,7 @@ class StackFacts:
     max_length: int
     causal: bool
     param_dtype: str = "float32"
+    norm_epsilon: float = 1e-6
     m_D: float = 1.0  # d_model, relative to the base of the parametrization
 
 
@@ -121,6 +122,11 @@ class Position:
 
     def bind_layer(self, param: Param, facts: StackFacts) -> "Position":
         """Returns the scheme with the parameters of one layer's attention."""
+        return self
+
+    def project(self, query: Callable, key: Callable) -> "Position":
+        """Returns the scheme with what it computes from the layer's projections of d_model to
+        queries and keys, [..., D] -> [..., N, H] and [..., K, H]."""
         return self
 
     def at(self, positions_BxT: jax.Array) -> "Position":

@@ -9,9 +9,10 @@ from typing import Annotated, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import linen as nn, struct
 
-from transformer.limits import Size, at_least
+from transformer.limits import Count, Size, at_least
 from transformer.model.positions.absolute import sinusoids
 from transformer.model.positions.base import Position, Terms, declare, option, register
 
@@ -138,21 +139,59 @@ class Deberta(Position):
     p has one learned vector per distance, which the layers of a stack share. Each layer has its own
     projections K and Q of p. The config's scale is divided by sqrt(3) for the three terms.
 
-    Parameters: 2 * max_distance * d_model per stack, 2 * d_model * num_heads * d_head per layer.
+    DeBERTa v2 and v3 (He et al. 2023) set three options. With `buckets`, r is the bucket of the
+    distance (`log_buckets`), and p has one vector per bucket. With `shared`, K and Q are the
+    layer's projections of keys and queries, biases included. With `norm`, p is LayerNorm(p).
+
+    Parameters: 2 * max_distance * d_model per stack (or 2 * buckets * d_model, and 2 * d_model for
+    `norm`), 2 * d_model * num_heads * d_head per layer (`shared`: none).
     Beyond the training length: all longer distances share a vector."""
 
     by_distance: ClassVar = True
 
     max_distance: Size = option(128)
+    buckets: Count = option(0)
+    shared: bool = option(False)
+    norm: bool = option(False)
     table_RxD: jax.Array | None = None
     keys_RxNxH: jax.Array | None = None
     queries_RxNxH: jax.Array | None = None
 
+    @property
+    def hooks(self):
+        return super().hooks | ({"project"} if self.shared else set())
+
+    def check(self, facts):
+        if self.buckets and (self.buckets % 2 or self.buckets // 2 + 1 >= self.max_distance):
+            sizes = f"buckets = {self.buckets} and max_distance = {self.max_distance}"
+            needs = "needs an even number of buckets, less than 2 * max_distance - 2"
+            return f"model.position: 'deberta' with {sizes} {needs}"
+        return None
+
     def bind(self, param, facts):
-        name, distances = "relative_embedding", 2 * self.max_distance
-        return self.replace(table_RxD=_table(param, facts, name, distances, facts.d_model, "embed"))
+        name, rows = "relative_embedding", 2 * (self.buckets or self.max_distance)
+        table_RxD = _table(param, facts, name, rows, facts.d_model, "embed")
+        if self.norm:
+            args = (facts.d_model,), ("norm",)
+            gain_D = declare(param, facts, "relative_norm_gain", *args, nn.initializers.ones)
+            offset_D = declare(param, facts, "relative_norm_offset", *args, nn.initializers.zeros)
+            x_RxD = table_RxD.astype(jnp.float32)
+            x_RxD -= jnp.mean(x_RxD, axis=-1, keepdims=True)
+            square_Rx1 = jnp.mean(jnp.square(x_RxD), axis=-1, keepdims=True)
+            table_RxD = x_RxD / jnp.sqrt(square_Rx1 + facts.norm_epsilon) * gain_D + offset_D
+        return self.replace(table_RxD=table_RxD)
+
+    def project(self, query, key):
+        if not self.shared:
+            return self
+        queries_RxNxH, keys_RxKxH = (f(self.table_RxD).astype(jnp.float32) for f in (query, key))
+        keys_RxNxH = jnp.repeat(keys_RxKxH, queries_RxNxH.shape[1] // keys_RxKxH.shape[1], axis=1)
+        return self.replace(keys_RxNxH=keys_RxNxH, queries_RxNxH=queries_RxNxH)
 
     def bind_layer(self, param, facts):
+        if self.shared:
+            return self
+
         def project(name):
             kernel = _projection(param, facts, name).astype(jnp.float32)
             return jnp.einsum("RD,DNH->RNH", self.table_RxD.astype(jnp.float32), kernel)
@@ -161,7 +200,11 @@ class Deberta(Position):
         return self.replace(keys_RxNxH=keys, queries_RxNxH=queries)
 
     def _index(self, distance: jax.Array) -> jax.Array:
-        return jnp.clip(distance + self.max_distance, 0, 2 * self.max_distance - 1)
+        k = self.max_distance
+        if not self.buckets:
+            return jnp.clip(distance + k, 0, 2 * k - 1)
+        row = jnp.asarray(log_buckets(np.arange(-k, k + 1), self.buckets, k) + self.buckets)
+        return jnp.clip(row[jnp.clip(distance, -k, k) + k], 0, 2 * self.buckets - 1)
 
     def score(self, logits_BxNxTxS, q_BxTxNxH, k_BxSxNxH, pair):
         transposed = lambda x: jnp.swapaxes(x, -2, -1)
@@ -177,6 +220,19 @@ class Deberta(Position):
         of_distance = lambda table_RxNxH: jnp.swapaxes(table_RxNxH[index_D], 0, 1)
         keys, queries = of_distance(self.keys_RxNxH), of_distance(self.queries_RxNxH)
         return Terms(scale / 3**0.5, keys_NxDxH=keys, queries_NxDxH=queries, ends=(-k, k - 1))
+
+
+def log_buckets(distance: np.ndarray, buckets: int, max_distance: int) -> np.ndarray:
+    """Returns the buckets of distances (DeBERTa v2). With m = buckets / 2, distances up to m are
+    their own buckets. The bucket of a longer distance d > 0 is
+
+        ceil(log(d / m) / log((max_distance - 1) / m) (m - 1)) + m
+
+    and that of -d is its negative. Computed in float32, as in the published code."""
+    m, size = buckets // 2, np.maximum(np.abs(distance), 1)
+    longest = np.log(np.float32((max_distance - 1) / m))
+    log = np.log(size.astype(np.float32) / np.float32(m)) / longest * np.float32(m - 1)
+    return np.where(size <= m, distance, np.sign(distance) * (np.ceil(log).astype(int) + m))
 
 
 @register("cope")
