@@ -1,7 +1,9 @@
 """Test setup: eight simulated devices, a shared compilation cache, and small models."""
 
 import contextlib
+import functools
 import gc
+import itertools
 import os
 from pathlib import Path
 
@@ -16,6 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as nn
+from jax._src.interpreters import mlir
 
 from transformer import ModelConfig, UserError, build_model
 from transformer.config import Experiment
@@ -29,8 +33,27 @@ jax.config.update(
     "jax_compilation_cache_dir",
     os.environ.get("TRANSFORMER_TEST_CACHE", "/tmp/transformer-test-cache"),
 )
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_numpy_rank_promotion", "allow")
+
+
+def share_contexts(count: int = 500) -> None:
+    """Lets JAX lower `count` programs in one MLIR context, and the next ones in another.
+
+    JAX creates a context for each program and loads all dialects into it. For a small program, as
+    for a single operation, this takes longer than to lower it.
+    """
+    make, number, current = mlir.make_ir_context, itertools.count(1), [mlir.make_ir_context()]
+
+    def shared():
+        if next(number) % count == 0:
+            current[0] = make()
+        return current[0]
+
+    mlir.make_ir_context = shared
+
+
+share_contexts()
 
 
 def pytest_collection_finish(session):
@@ -105,13 +128,25 @@ def tokens(seed: int, batch: int, length: int, vocab: int = 37) -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).integers(4, vocab, (batch, length)), jnp.int32)
 
 
+@functools.lru_cache(maxsize=256)
+def shapes_of_params(config: ModelConfig):
+    """Returns the same as `abstract_params`, without tracing the initial values."""
+
+    def param(module, name, init, *shape_and_dtype):
+        return module.variable("params", name, jnp.zeros, *shape_and_dtype).value
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nn.Module, "param", param)
+        return abstract_params.__wrapped__(config)
+
+
 def make(config: ModelConfig, seed: int = 0, noise: float = 0.3):
     """Returns (model, params) with random parameters: gains near 1, all others near 0.
 
     With these values gains, offsets, biases, gates and tables affect the results. Nothing is
     compiled: compiling the initialization takes longer than the rest of a test.
     """
-    abstract = abstract_params(config)
+    abstract = shapes_of_params(config)
     generator = np.random.default_rng(seed)
 
     def draw(path, x):

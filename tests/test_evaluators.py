@@ -283,8 +283,9 @@ def test_loss_with_measures_a_changed_field():
         "a window as long as the sequence must not change the loss"
     )
     assert abs(metrics["loss_with/model.causal=False"] - loss) > 1e-3
-    with pytest.raises(UserError, match="changes the shapes of parameters"):
-        measure_at_start(experiment({"name": "loss_with", "change": "model.d_ff=64"}))
+    for change in ("model.d_ff=64", "model.norm_placement=post"):
+        with pytest.raises(UserError, match="changes the names or shapes of parameters"):
+            measure_at_start(experiment({"name": "loss_with", "change": change}))
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import numpy as np
 from transformer.data.batching import Stream
 from transformer.evaluation.subject import Snapshot, Subject
 from transformer.model.config import ModelConfig
+from transformer.model.layout import flatten
 from transformer.model.network import abstract_params
 from transformer.parallel.sharding import Share
 from transformer.training.loss import Sums
@@ -63,8 +64,9 @@ def reading(model: ModelConfig, length: int) -> ModelConfig | None:
     return longer if length <= model.max_length or shapes(longer) == shapes(model) else None
 
 
-def shapes(model: ModelConfig) -> list[tuple[int, ...]]:
-    return [x.shape for x in jax.tree.leaves(abstract_params(model))]
+def shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Returns the shape of each parameter, by path."""
+    return {path: x.shape for path, x in flatten(abstract_params(model)).items()}
 
 
 def mean(subject: Subject, snapshot: Snapshot, max_batches: int = 0) -> tuple[float, float]:

@@ -127,7 +127,8 @@ class LossWith(Evaluator):
         field, _, value = self.change.partition("=")
         changed = apply_overrides(subject.config, {field: value})
         if losses.shapes(changed.model) != losses.shapes(subject.config.model):
-            raise self.error(f"{self.change} changes the shapes of parameters; choose another")
+            problem = f"{self.change} changes the names or shapes of parameters"
+            raise self.error(f"{problem}; choose another")
         yield f"loss_with/{self.change}", losses.mean(subject.with_config(changed), snapshot)[0]
 
 
