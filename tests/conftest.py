@@ -3,8 +3,8 @@
 import contextlib
 import functools
 import gc
-import itertools
 import os
+import threading
 from pathlib import Path
 
 from xla_flags import known_flags
@@ -37,18 +37,20 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_numpy_rank_promotion", "allow")
 
 
-def share_contexts(count: int = 500) -> None:
-    """Lets JAX lower `count` programs in one MLIR context, and the next ones in another.
+def share_contexts(count: int = 100) -> None:
+    """Lets each thread lower `count` programs in one MLIR context, and the next ones in another.
 
-    JAX creates a context for each program and loads all dialects into it. For a small program, as
-    for a single operation, this takes longer than to lower it.
+    JAX 0.10 creates a context for each program and loads all dialects into it. For a small program,
+    such as a single operation, this takes longer than to lower it. JAX 0.11 uses a context ten
+    times.
     """
-    make, number, current = mlir.make_ir_context, itertools.count(1), [mlir.make_ir_context()]
+    make, own = mlir.make_ir_context, threading.local()
 
     def shared():
-        if next(number) % count == 0:
-            current[0] = make()
-        return current[0]
+        own.number = getattr(own, "number", -1) + 1
+        if own.number % count == 0:
+            own.context = make()
+        return own.context
 
     mlir.make_ir_context = shared
 
