@@ -116,7 +116,7 @@ def choices(
 def _positions() -> str:
     from transformer.model.positions import SCHEMES, Position
 
-    names = ("embed", "rotate", "distance_bias", "bias", "score", "value", "terms")
+    names = "embed project rotate distance_bias bias score value terms".split()
     overrides = lambda cls, name: getattr(cls, name) is not getattr(Position, name)
     hooks = lambda cls: ", ".join(f"`{x}`" for x in names if overrides(cls, x)) or "nothing"
     return choices(SCHEMES, ("hooks", hooks), is_option=lambda f: f.metadata.get("option", False))

@@ -105,20 +105,31 @@ def test_next_sentence_prediction_alone_is_a_classifier(saved_model, tmp_path):
 
 def test_files_of_deberta_v3_have_another_head_and_a_discriminator(saved_model, tmp_path):
     """On the hub, config.json omits `legacy`, and files have tables of absolute positions."""
-    options = CASES["deberta-v2"][0][1]
-    model, folder = saved_model("DebertaV2ForMaskedLM", options | {"legacy": False})
-    more = {
+    options = CASES["deberta-v2"][0][1] | {"legacy": False}
+
+    def load_and_compare(model, folder):
+        config, params = load_hf(folder)
+        ours, expected, real = test_convert.both_logits(model, config, params, "")
+        assert np.abs(expected).max() > 0.1
+        np.testing.assert_allclose(ours[real], expected[real], atol=1e-4)
+        return config, params
+
+    # Transformers always ties this head.
+    load_and_compare(*saved_model("DebertaV2ForMaskedLM", options | {"tie_word_embeddings": False}))
+    model, folder = saved_model("DebertaV2ForMaskedLM", options)
+    more = {f"mask_predictions.{x}.bias": torch.ones(32) for x in ("dense", "LayerNorm")} | {
         "mask_predictions.dense.weight": torch.ones(32, 32),
+        "mask_predictions.LayerNorm.weight": torch.ones(32),
+        "mask_predictions.classifier.weight": torch.ones(1, 32),
+        "mask_predictions.classifier.bias": torch.ones(1),
         "deberta.embeddings.position_embeddings.weight": torch.ones(40, 32),
     }
     without = lambda config: config.pop("legacy")
     hub = copy_directory(folder, tmp_path / "x", without, lambda tensors: tensors.update(more))
-    config, params = load_hf(hub)
-    ours, expected, real = test_convert.both_logits(model, config, params, "")
-    np.testing.assert_allclose(ours[real], expected[real], atol=1e-4)
-    save_hf(tmp_path / "out", config, params)
+    save_hf(tmp_path / "out", *load_and_compare(model, hub))
     ids = torch.tensor(padded_sequences(0)[0])
     exported = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "out").eval()
+    assert exported.config.pooler_hidden_act == "gelu"
     np.testing.assert_allclose(exported(ids).logits.detach(), model(ids).logits.detach(), atol=1e-5)
 
 
@@ -136,6 +147,7 @@ def test_files_of_deberta_v3_have_another_head_and_a_discriminator(saved_model, 
             "pos_att_type = ['c2p'] is not supported; it must be",
         ),
         ({"pos_att_type": 3}, "pos_att_type = 3 must be a string or a list or null"),
+        ({"pos_att_type": ["C2P", "p2c"]}, "pos_att_type = ['C2P', 'p2c'] is not supported"),
         ({"norm_rel_ebd": "rms"}, "norm_rel_ebd = 'rms' has 'rms'; use 'none' or 'layer_norm'"),
         ({"conv_kernel_size": 3}, "conv_kernel_size = 3 is not supported; it must be 0"),
         ({"pooler_hidden_act": "relu"}, "pooler_hidden_act = 'relu' is not supported; use one of"),

@@ -387,3 +387,10 @@ def test_scanned_program_size_does_not_grow_with_depth():
 
     assert size(12, True) < 1.05 * size(3, True)
     assert size(12, False) > 2 * size(3, False)
+
+
+@pytest.mark.parametrize("family", ["encoder", "decoder", "encoder_decoder"])
+def test_shapes_of_random_parameters_are_those_of_initialization(family):
+    config = small(family, param_dtype="bfloat16", position="t5", qk_norm=True)
+    shapes = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)
+    assert shapes(make(config)[1]) == shapes(init_model(config)[1])

@@ -191,8 +191,8 @@ class Fields:
     def words(self, name: str) -> set[str]:
         """Returns the words of a field: a list, or a string with `|` between them."""
         words = self.get(name) or ""
-        words = words.split("|") if isinstance(words, str) else words
-        return {str(word).strip().lower() for word in words}
+        texts = [x.strip() for x in words.lower().split("|")] if isinstance(words, str) else words
+        return set(map(str, texts))
 
     def layer_kinds(self, layers: int) -> list[str] | None:
         """Returns `layer_types`, which has one entry per layer, or None if missing or null."""

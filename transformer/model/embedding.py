@@ -163,6 +163,6 @@ class Classifier(nn.Module):
     def __call__(self, h_BxTxD: jax.Array, tokens: Tokens) -> jax.Array:
         """Returns float32[B, C], or [B, T, C] without pooling. Without `num_labels`: h_pooled."""
         h = POOLINGS[self.config.pooling](h_BxTxD, (tokens.segments_BxT > 0)[..., None])
-        act = jnp.tanh if self.config.pooler_activation == "tanh" else ACTIVATIONS["gelu"]
+        act = ACTIVATIONS.get(self.config.pooler_activation, jnp.tanh)
         pooled = act(self.pooler(h)) if self.config.pooler else h
         return self.labels(pooled).astype(jnp.float32) if self.config.num_labels else pooled

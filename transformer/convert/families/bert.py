@@ -100,7 +100,7 @@ _KINDS = {
             "type_vocab_size": count(0), "relative_attention": False, "position_buckets": _SIZE,
             "max_relative_positions": _SIZE, "norm_rel_ebd": "none", "share_att_key": False,
             "position_biased_input": True, "pos_att_type": Field(None, str | list, nullable=True),
-            "pooler_hidden_act": "gelu",
+            "pooler_hidden_act": "gelu", "legacy": True,
         },
         tensors={
             "bert.pooler": "pooler", "bert.": "deberta.", "self.query": "self.query_proj",
@@ -116,7 +116,7 @@ def _read(kind: _Kind, f: Fields, tensors: frozenset[str]) -> dict:
     f.must("position_embedding_type", "absolute")
     f.must("is_decoder", False)
     f.must("add_cross_attention", False)
-    has = lambda fragment: any(fragment in name for name in tensors)
+    has = lambda prefix: any(name.startswith(prefix) for name in tensors)
     if has("pre_classifier."):
         problem = f"{f.family} classifies sequences with a ReLU, which is not supported"
         raise UserError(f"pre_classifier: {problem}; load an encoder without labels")
@@ -125,7 +125,7 @@ def _read(kind: _Kind, f: Fields, tensors: frozenset[str]) -> dict:
         num_labels = 2
     head = has(kind.head)
     # RoBERTa's files may have a pooler besides their classifier, which Transformers ignores.
-    pooler = has("pooler.") and not has("classifier.")
+    pooler = has(kind.tensor("bert.pooler.")) and not has("classifier.")
     pooler = bool(kind.sequence) and (pooler or has(f"{kind.sequence[0]}."))
     length, position = f.get("max_position_embeddings"), "learned"
     if kind.after_pad:
@@ -147,19 +147,19 @@ def _read_relative(f: Fields, pooler: bool) -> dict:
     for name, value in (_RELATIVE | {"conv_kernel_size": 0}).items():
         f.must(name, value)
     f.must("pooler_hidden_size", f.get("hidden_size"))
-    f.ignore("legacy")  # it names the tensors of the head, which have one meaning
     if f.words("pos_att_type") != {"c2p", "p2c"}:
         raise f.error("pos_att_type", "is not supported; it must be 'p2c|c2p'")
-    if unknown := f.words("norm_rel_ebd") - {"none", "layer_norm"}:
+    if unknown := (norms := f.words("norm_rel_ebd")) - {"none", "layer_norm"}:
         raise f.error("norm_rel_ebd", f"has {unknown.pop()!r}; use 'none' or 'layer_norm'")
     longest = f.get("max_relative_positions")
     position = {
-        "name": "deberta", "shared": True, "norm": "layer_norm" in f.words("norm_rel_ebd"),
+        "name": "deberta", "shared": True, "norm": "layer_norm" in norms,
         "max_distance": longest if longest > 0 else f.get("max_position_embeddings"),
         "buckets": max(f.get("position_buckets"), 0),
     }  # fmt: skip
     activation = f.one_of("pooler_hidden_act", {"gelu": "gelu", "tanh": "tanh"})
-    return {"position": position} | ({"pooler_activation": activation} if pooler else {})
+    own = {"position": position} | ({"pooler_activation": activation} if pooler else {})
+    return own if f.get("legacy") else own | {"tie_embeddings": True}  # the newer head is tied
 
 
 def _write_relative(c: ModelConfig) -> dict:
@@ -168,7 +168,8 @@ def _write_relative(c: ModelConfig) -> dict:
         "pos_att_type": ["p2c", "c2p"], "position_buckets": chosen.get("buckets", 0) or -1,
         "max_relative_positions": chosen.get("max_distance", 128),
         "norm_rel_ebd": "layer_norm" if chosen.get("norm") else "none",
-        "pooler_hidden_size": c.d_model, "pooler_hidden_act": c.pooler_activation,
+        "pooler_hidden_size": c.d_model,
+        **({"pooler_hidden_act": c.pooler_activation} if c.pooler else {}),
     }  # fmt: skip
 
 
@@ -233,8 +234,8 @@ def _bert_weights(kind: _Kind, c: ModelConfig):
 
 
 def _rename(name: str, stored: Collection[str]) -> str:
-    """A head for next-sentence prediction alone is a classifier of two classes. The head of DeBERTa
-    v3, and of v2 without `legacy`, has other names."""
+    """A head for next-sentence prediction alone is a classifier of two classes. Files of DeBERTa v3
+    and of models with `legacy` false have other names for the tensors of the head."""
     if any(x.startswith("cls.predictions.") for x in stored):
         return name
     name = name.replace("lm_predictions.lm_head.", "cls.predictions.transform.")
@@ -260,7 +261,7 @@ FAMILIES = [
         "encoder", *(functools.partial(f, kind) for f in (_read, _write, _weights)), kind.fields(),
         table=kind.tensor(_TABLE), special_tokens=kind.special_tokens, prefix=kind.tensor("bert."),
         copies=functools.partial(_copies, kind), rename=_rename,
-        heads=("cls.", kind.head, "classifier.", "qa_outputs.", *kind.sequence[:1]),
+        heads=("cls.", kind.head, "classifier.", "qa_outputs.", "lm_", "mask_", *kind.sequence[:1]),
         unused=(r".*embeddings\.position_ids", *kind.unused),  # the first is 0, 1, 2, ...
     )
     for model_type, kind in _KINDS.items()

@@ -105,7 +105,7 @@ class Position:
     they do nothing. Unless a scheme says otherwise, the cache needs nothing but the positions that
     are stored with the keys, from which distances come. A config can set the fields that are
     declared with `option(default)`, and `check` rejects invalid values. `bind` and `bind_layer`
-    declare parameters. `at` computes values that all layers share."""
+    declare parameters, and `project` uses a layer's. `at` computes values that all layers share."""
 
     def __init_subclass__(cls):
         cls.by_distance |= "distance_bias" in vars(cls)
@@ -125,8 +125,8 @@ class Position:
         return self
 
     def project(self, query: Callable, key: Callable) -> "Position":
-        """Returns the scheme with what it computes from the layer's projections of d_model to
-        queries and keys, [..., D] -> [..., N, H] and [..., K, H]."""
+        """Returns the scheme with vectors of its own, projected as the layer projects its inputs to
+        queries and keys, before any norm: [..., D] -> [..., N, H] and [..., K, H]."""
         return self
 
     def at(self, positions_BxT: jax.Array) -> "Position":
@@ -205,8 +205,8 @@ class Position:
 
     @property
     def hooks(self) -> frozenset[str]:
-        """The hooks that the scheme overrides, among embed, rotate, bias, score and value."""
-        names = ("embed", "rotate", "distance_bias", "bias", "score", "value")
+        """The hooks that it overrides, among embed, project, rotate, bias, score and value."""
+        names = ("embed", "project", "rotate", "distance_bias", "bias", "score", "value")
         return frozenset(name.removeprefix("distance_") for name in names if self._overrides(name))
 
     @property

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn, struct
 
-from transformer.limits import Count, Size, at_least
+from transformer.limits import Count, Size, at_least, at_most
 from transformer.model.positions.absolute import sinusoids
 from transformer.model.positions.base import Position, Terms, declare, option, register
 
@@ -139,17 +139,18 @@ class Deberta(Position):
     p has one learned vector per distance, which the layers of a stack share. Each layer has its own
     projections K and Q of p. The config's scale is divided by sqrt(3) for the three terms.
 
-    DeBERTa v2 and v3 (He et al. 2023) set three options. With `buckets`, r is the bucket of the
-    distance (`log_buckets`), and p has one vector per bucket. With `shared`, K and Q are the
-    layer's projections of keys and queries, biases included. With `norm`, p is LayerNorm(p).
+    DeBERTa v2 and v3 (He et al. 2023) set three options. With `buckets`, r = clip(bucket(t - s))
+    (`log_buckets`), and p has one vector per bucket. With `shared`, K and Q are the layer's
+    projections of keys and queries, with their biases, but without what follows them, such as
+    `qk_norm`. With `norm`, p is normalized (LayerNorm).
 
-    Parameters: 2 * max_distance * d_model per stack (or 2 * buckets * d_model, and 2 * d_model for
-    `norm`), 2 * d_model * num_heads * d_head per layer (`shared`: none).
+    Parameters: 2 * (buckets or max_distance) * d_model per stack, with `norm` 2 * d_model more;
+    unless `shared`, 2 * d_model * num_heads * d_head per layer.
     Beyond the training length: all longer distances share a vector."""
 
     by_distance: ClassVar = True
 
-    max_distance: Size = option(128)
+    max_distance: Annotated[Size, at_most(10**6)] = option(128)
     buckets: Count = option(0)
     shared: bool = option(False)
     norm: bool = option(False)
@@ -159,7 +160,7 @@ class Deberta(Position):
 
     @property
     def hooks(self):
-        return super().hooks | ({"project"} if self.shared else set())
+        return super().hooks - (set() if self.shared else {"project"})
 
     def check(self, facts):
         if self.buckets and (self.buckets % 2 or self.buckets // 2 + 1 >= self.max_distance):
@@ -176,9 +177,9 @@ class Deberta(Position):
             gain_D = declare(param, facts, "relative_norm_gain", *args, nn.initializers.ones)
             offset_D = declare(param, facts, "relative_norm_offset", *args, nn.initializers.zeros)
             x_RxD = table_RxD.astype(jnp.float32)
-            x_RxD -= jnp.mean(x_RxD, axis=-1, keepdims=True)
-            square_Rx1 = jnp.mean(jnp.square(x_RxD), axis=-1, keepdims=True)
-            table_RxD = x_RxD / jnp.sqrt(square_Rx1 + facts.norm_epsilon) * gain_D + offset_D
+            x_RxD -= x_RxD.mean(axis=-1, keepdims=True)
+            norm_Rx1 = jnp.sqrt(x_RxD.var(axis=-1, keepdims=True) + facts.norm_epsilon)
+            table_RxD = x_RxD / norm_Rx1 * gain_D + offset_D
         return self.replace(table_RxD=table_RxD)
 
     def project(self, query, key):
@@ -200,11 +201,11 @@ class Deberta(Position):
         return self.replace(keys_RxNxH=keys, queries_RxNxH=queries)
 
     def _index(self, distance: jax.Array) -> jax.Array:
-        k = self.max_distance
-        if not self.buckets:
-            return jnp.clip(distance + k, 0, 2 * k - 1)
-        row = jnp.asarray(log_buckets(np.arange(-k, k + 1), self.buckets, k) + self.buckets)
-        return jnp.clip(row[jnp.clip(distance, -k, k) + k], 0, 2 * self.buckets - 1)
+        k, half = self.max_distance, self.buckets or self.max_distance
+        if self.buckets:
+            buckets = jnp.asarray(log_buckets(np.arange(-k, k + 1), half, k))
+            distance = buckets[jnp.clip(distance, -k, k) + k]
+        return jnp.clip(distance + half, 0, 2 * half - 1)
 
     def score(self, logits_BxNxTxS, q_BxTxNxH, k_BxSxNxH, pair):
         transposed = lambda x: jnp.swapaxes(x, -2, -1)
