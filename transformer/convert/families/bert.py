@@ -1,6 +1,6 @@
 """BERT (Devlin et al. 2019), RoBERTa (Liu et al. 2019), XLM-RoBERTa (Conneau et al. 2020),
 CamemBERT (Martin et al. 2020), DistilBERT (Sanh et al. 2019): post-norm, learned positions. DeBERTa
-v2 and v3 (He et al. 2021, 2023): post-norm, relative positions."""
+v3 (He et al. 2023), whose type is that of v2: post-norm, relative positions."""
 
 import dataclasses
 import functools
