@@ -285,8 +285,15 @@ def test_cache_longer_than_the_positions_raises(position):
     model, params = make(small("decoder", position=position))
     x = tokens(0, 1, 4)
     assert prefill(model, params, x, 24)[0].shape == (1, 37)
-    with pytest.raises(UserError, match=r"take 25 tokens, but the positions .* end at 23"):
+    too_long = r"take 25 positions, but the positions .* end at 23"
+    with pytest.raises(UserError, match=too_long):
         prefill(model, params, x, 25)
+    answer = lambda max_new: jax.eval_shape(
+        lambda: sample(model, params, x, jnp.full(1, max_new), None, max_new=max_new, eos_id=1)
+    )
+    assert answer(21).shape == (1, 21)  # no token follows the last one, so it has no position
+    with pytest.raises(UserError, match=too_long):
+        answer(22)
     model, params = make(small("decoder", position="rotary"))
     assert prefill(model, params, x, 25)[0].shape == (1, 37)
 

@@ -7,17 +7,17 @@ Vaswani et al. 2017, sec. 6.1), where |y| includes eos. The K best ended hypothe
 are stored apart from its live beams. Its search stops when no live beam can beat the worst of them,
 so its result does not depend on the other sequences of the batch."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn, struct
 
 from transformer.decoding.config import check_numbers
-from transformer.decoding.prefill import DecodeState, Ending, begin, decode_while
-from transformer.decoding.sampling import largest
+from transformer.decoding.prefill import DecodeState, Ending, begin, decode
+from transformer.decoding.sampling import largest, put
 from transformer.model.special_tokens import Ids
 
 NEVER = -1e9  # the score of beams and hypotheses that do not exist
@@ -27,11 +27,13 @@ NEVER = -1e9  # the score of beams and hypotheses that do not exist
 class Beams:
     """The hypotheses of each sequence: live ones, which are extended, and ended ones."""
 
-    step: jax.Array
+    step_B: jax.Array
     live_BxKxL: jax.Array
     live_logp_BxK: jax.Array  # sorted, best first
     ended_BxKxL: jax.Array
     ended_score_BxK: jax.Array  # sorted, best first
+    token_BxK: jax.Array  # the last tokens of the live ones, which are not in the memory yet
+    limits_B: jax.Array
     memory: DecodeState
 
 
@@ -40,12 +42,12 @@ def length_penalty(length: jax.Array, alpha: float) -> jax.Array:
     return ((5.0 + length) / 6.0) ** alpha
 
 
-def _grow(
-    beams: Beams, logits_BxKxV: jax.Array, limits_B: jax.Array, alpha: float, ending: Ending
-) -> tuple[Beams, jax.Array, jax.Array]:
-    """Extends the beams by one token. Returns them, and each live one's old beam and new token."""
+def _extend(
+    beams: Beams, logits_BxKxV: jax.Array, memory: DecodeState, alpha: float, ending: Ending
+) -> Beams:
+    """Returns the beams with one more token, chosen from the logits after `memory`."""
     batch, k, vocab = logits_BxKxV.shape
-    open_B = beams.step < limits_B
+    open_B = beams.step_B < beams.limits_B
     normalizer_BxK = jax.nn.logsumexp(logits_BxKxV, axis=-1)
     # Each beam ends in as many ways as there are eos tokens. So at least k of these do not end.
     candidates = min((1 + len(ending.eos_ids)) * k, k * vocab)
@@ -56,9 +58,9 @@ def _grow(
     top_logp, best = jax.lax.top_k(logp.reshape(batch, -1), candidates)
     from_beam, token = best // each, jnp.take_along_axis(token.reshape(batch, -1), best, axis=1)
     text = jnp.take_along_axis(beams.live_BxKxL, from_beam[..., None], axis=1)
-    text = text.at[:, :, beams.step].set(token)
+    text = put(text, beams.step_B, token)
     real_logp = jnp.where(open_B[:, None] & (top_logp > NEVER / 2), top_logp, NEVER)
-    ends, score = ending.ends(token), real_logp / length_penalty(beams.step + 1, alpha)
+    ends, score = ending.ends(token), real_logp / length_penalty(beams.step_B + 1, alpha)[:, None]
     score = jnp.where(ends & (real_logp > NEVER / 2), score, NEVER)
     ended_score, best = jax.lax.top_k(jnp.concatenate([beams.ended_score_BxK, score], 1), k)
     all_text = jnp.concatenate([beams.ended_BxKxL, text], 1)
@@ -68,16 +70,10 @@ def _grow(
     pick = lambda x: jnp.take_along_axis(x, best.reshape(best.shape + (1,) * (x.ndim - 2)), axis=1)
     keep = lambda new, old: jnp.where(open_B.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
     live = keep(pick(text), beams.live_BxKxL), keep(live_logp, beams.live_logp_BxK)
-    grown = Beams(beams.step + 1, *live, ended, ended_score, beams.memory)
-    return grown, pick(from_beam), pick(token)
-
-
-def _can_win(beams: Beams, limits_B: jax.Array, alpha: float) -> jax.Array:
-    """Whether a live beam of some sequence can still beat the worst ended hypothesis that it keeps.
-    Log-probabilities only decrease, so no score exceeds the present one at the largest penalty."""
-    logp_B, worst_B = beams.live_logp_BxK[:, 0], beams.ended_score_BxK[:, -1]
-    can_beat_B = logp_B / length_penalty(limits_B, alpha) > worst_B
-    return jnp.any((beams.step < limits_B) & (logp_B > NEVER / 2) & can_beat_B)
+    old_rows = (jnp.arange(batch)[:, None] * k + pick(from_beam)).reshape(-1)
+    memory = replace(memory, cache=memory.cache.reorder(lambda x: x[old_rows]))
+    hypotheses = *live, ended, ended_score
+    return Beams(beams.step_B + 1, *hypotheses, pick(token), beams.limits_B, memory)
 
 
 def beam_search(
@@ -95,34 +91,48 @@ def beam_search(
     inputs = prompt_BxP, limits_B, max_new, source_BxS, prompt_mask_BxP, source_mask_BxS
     logits_BxV, memory, read = begin(model, params, *inputs)
     ending = Ending.of(model.config, eos_id, pad_id, suppress_tokens)
-    limits_B = jnp.minimum(limits_B, max_new)
-    (batch, vocab), k = logits_BxV.shape, beam_size
-    memory = replace(memory, cache=memory.cache.branch(k))
-
-    def extend(beams: Beams, logits_BxKxV: jax.Array) -> tuple[Beams, jax.Array]:
-        beams, from_beam, token = _grow(beams, logits_BxKxV, limits_B, alpha, ending)
-        old_beams = (jnp.arange(batch)[:, None] * k + from_beam).reshape(-1)
-        memory = replace(beams.memory, cache=beams.memory.cache.reorder(lambda x: x[old_beams]))
-        return replace(beams, memory=memory), token.reshape(-1)
-
-    def body(carry):
-        beams, token = carry
-        logits, memory = read(token, beams.memory)
-        return extend(replace(beams, memory=memory), logits.reshape(batch, k, vocab))
-
-    blank = jnp.full((batch, k, max_new), ending.fill_id, jnp.int32)
-    one_live = jnp.where(jnp.arange(k) == 0, 0.0, NEVER)  # all beams are equal at the start
-    one_live, none = jnp.broadcast_to(one_live, (batch, k)), jnp.full((batch, k), NEVER)
-    beams = Beams(jnp.zeros((), jnp.int32), blank, one_live, blank, none, memory)
-    start = extend(beams, jnp.broadcast_to(logits_BxV[:, None], (batch, k, vocab)))
-    wins = lambda carry, end: _can_win(carry[0], jnp.minimum(limits_B, end), alpha)
-    return _best(decode_while(wins, body, start, max_new)[0], limits_B, alpha)
+    search = BeamSearch(ending, beam_size, alpha)
+    state = search.start(logits_BxV, memory, jnp.minimum(limits_B, max_new), None, max_new)
+    return search.best(decode(search, read, state, max_new))
 
 
-def _best(beams: Beams, limits_B: jax.Array, alpha: float) -> tuple[jax.Array, jax.Array]:
-    """(hypotheses, scores) of each sequence: the ended ones or, without any, the live ones."""
-    none_ended_B = beams.ended_score_BxK[:, :1] <= NEVER / 2
-    live_score = beams.live_logp_BxK / length_penalty(limits_B[:, None], alpha)
-    live_score = jnp.where(beams.live_logp_BxK > NEVER / 2, live_score, NEVER)
-    text = jnp.where(none_ended_B[..., None], beams.live_BxKxL, beams.ended_BxKxL)
-    return text, jnp.where(none_ended_B, live_score, beams.ended_score_BxK)
+class BeamSearch(NamedTuple):
+    """Beam search (a `Search`); the numbers are those of `beam_search`."""
+
+    ending: Ending
+    beam_size: int
+    alpha: float
+
+    def start(self, logits_BxV, memory: DecodeState, limits_B, keys_B, max_new: int) -> Beams:
+        (batch, vocab), k = logits_BxV.shape, self.beam_size
+        memory = replace(memory, cache=memory.cache.branch(k))
+        blank = jnp.full((batch, k, max_new), self.ending.fill_id, jnp.int32)
+        one_live = jnp.where(jnp.arange(k) == 0, 0.0, NEVER)  # all beams are equal at the start
+        one_live, none = jnp.broadcast_to(one_live, (batch, k)), jnp.full((batch, k), NEVER)
+        steps, token = jnp.zeros(batch, jnp.int32), jnp.zeros((batch, k), jnp.int32)
+        beams = Beams(steps, blank, one_live, blank, none, token, limits_B, memory)
+        logits_BxKxV = jnp.broadcast_to(logits_BxV[:, None], (batch, k, vocab))
+        return _extend(beams, logits_BxKxV, memory, self.alpha, self.ending)
+
+    def active(self, beams: Beams) -> jax.Array:
+        """Whether a live beam can still beat the worst ended hypothesis that is kept. No score
+        exceeds the present one at the largest penalty, as log-probabilities only decrease."""
+        logp_B, worst_B = beams.live_logp_BxK[:, 0], beams.ended_score_BxK[:, -1]
+        can_beat_B = logp_B / length_penalty(beams.limits_B, self.alpha) > worst_B
+        return (beams.step_B < beams.limits_B) & (logp_B > NEVER / 2) & can_beat_B
+
+    def step(self, read: Callable, beams: Beams) -> Beams:
+        logits, memory = read(beams.token_BxK.reshape(-1), beams.memory)
+        logits_BxKxV = logits.reshape(*beams.token_BxK.shape, -1)
+        return _extend(beams, logits_BxKxV, memory, self.alpha, self.ending)
+
+    def texts(self, beams: Beams) -> jax.Array:
+        return self.best(beams)[0][:, 0]
+
+    def best(self, beams: Beams) -> tuple[jax.Array, jax.Array]:
+        """(hypotheses, scores) of each sequence: the ended ones or, without any, the live ones."""
+        none_ended_B = beams.ended_score_BxK[:, :1] <= NEVER / 2
+        live_score = beams.live_logp_BxK / length_penalty(beams.limits_B[:, None], self.alpha)
+        live_score = jnp.where(beams.live_logp_BxK > NEVER / 2, live_score, NEVER)
+        text = jnp.where(none_ended_B[..., None], beams.live_BxKxL, beams.ended_BxKxL)
+        return text, jnp.where(none_ended_B, live_score, beams.ended_score_BxK)

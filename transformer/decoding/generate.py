@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -13,9 +13,11 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from transformer.data.batching import by_width
 from transformer.data.config import Task
 from transformer.data.tokenizer import Tokenizer
-from transformer.decoding.beam import beam_search
+from transformer.decoding.beam import BeamSearch
 from transformer.decoding.config import DecodingConfig
-from transformer.decoding.sampling import sample
+from transformer.decoding.prefill import Ending, Search, begin, decode, reader
+from transformer.decoding.replacement import Replacing
+from transformer.decoding.sampling import Sampling
 from transformer.errors import UserError
 from transformer.mapping import to_mapping
 from transformer.model.network import build_model
@@ -51,6 +53,7 @@ class Generator:
     tokenizer: Tokenizer | None
     cut: int = 0
     add_bos: bool = True  # whether a prompt begins with bos
+    replaces: bool = True  # whether waiting sequences replace ended ones (replacement.py)
 
     def __post_init__(self):
         if not self.config.objective.generates_text or self.config.model.family == "encoder":
@@ -75,13 +78,22 @@ class Generator:
         done, room = 0, self._room
         lengths = [len(i) + 1 for i in ids]  # with the source's eos, or the prompt's bos
         self.cut += sum(length > room for length in lengths)
-        for width, batch in by_width(lengths, room, self.config.decoding.batch_size):
-            outputs = self._run(width, [ids[i] for i in batch], batch)
-            for i, tokens in zip(batch, outputs, strict=True):
+        for width, batches in by_width(lengths, room, self.config.decoding.batch_size):
+            for i, tokens in self._outputs(width, batches, ids):
                 out[i] = self._text(ids[i], tokens)
-            progress(done := done + len(batch))
+                progress(done := done + 1)
         self._calls += len(texts)
         return out
+
+    def _outputs(self, width: int, batches: list[list[int]], ids: list[list[int]]) -> Iterator:
+        """Yields (i, the tokens generated for ids[i]) of batches of sequences."""
+        inputs = lambda batch: self._inputs(width, [ids[i] for i in batch], batch)
+        if self.replaces and len(batches) > 2:
+            yield from self._replacing.decode(self.params, batches, inputs)
+            return
+        for batch in batches:
+            outputs = np.asarray(self._compiled(self.params, *inputs(batch)))
+            yield from zip(batch, outputs, strict=False)
 
     def _text(self, prompt: list[int], output: np.ndarray) -> str:
         """Decodes the generated tokens. A continuation keeps the space that it may begin with."""
@@ -96,8 +108,8 @@ class Generator:
         answer = min(self.config.decoding.max_extra, length - length // 2)
         return length if self._translates else max(length - answer, 1)
 
-    def _run(self, width: int, ids: list[list[int]], numbers: Sequence[int]) -> np.ndarray:
-        """int32[len(ids), ...]: the generated tokens. The batch is filled with empty sequences."""
+    def _inputs(self, width: int, ids: list[list[int]], numbers: Sequence[int]) -> tuple:
+        """The arguments of `_begin`. The batch is filled with empty sequences."""
         decoding, max_length = self.config.decoding, self.config.model.max_length
         batch_size, bos = decoding.batch_size, self.tokenizer.bos
         inputs = np.full((batch_size, width), self.tokenizer.pad, np.int32)
@@ -113,30 +125,47 @@ class Generator:
                 inputs[r, width - len(tokens) :], real[r, width - len(tokens) :] = tokens, True
                 limits[r] = min(decoding.max_extra, max_length - len(tokens))
         numbers = np.resize(np.asarray(numbers, np.uint32), batch_size) + np.uint32(self._calls)
-        return np.asarray(self._compiled(self.params, inputs, real, limits, numbers))[: len(ids)]
+        return inputs, real, limits, numbers
 
     @functools.cached_property
     def _compiled(self) -> Callable:
-        sharding = jax.tree.leaves(self.params)[0].sharding  # replicated: all processes read it
-        is_on_mesh = isinstance(sharding, NamedSharding)
-        replicated = NamedSharding(sharding.mesh, P()) if is_on_mesh else None
-        return jax.jit(self._decode, out_shardings=replicated)
+        return jax.jit(self._decode, out_shardings=self._replicated)
 
-    def _decode(self, params, inputs, real, limits, numbers) -> jax.Array:
+    @functools.cached_property
+    def _replacing(self) -> Replacing:
+        return Replacing(self._search, self._model, self._begin, self._replicated)
+
+    @property
+    def _replicated(self) -> NamedSharding | None:
+        """The sharding of the texts, which all processes read."""
+        sharding = jax.tree.leaves(self.params)[0].sharding
+        return NamedSharding(sharding.mesh, P()) if isinstance(sharding, NamedSharding) else None
+
+    @functools.cached_property
+    def _search(self) -> Search:
+        decoding: DecodingConfig = self.config.decoding
+        eos_ids, pad = self.config.model.eos_ids or (self.tokenizer.eos,), self.tokenizer.pad
+        suppressed = () if pad in eos_ids else (pad,)  # within a text, pad would mean its end
+        ending = Ending.of(self.config.model, eos_ids, pad, suppressed)
+        if decoding.beam_size > 1:
+            return BeamSearch(ending, decoding.beam_size, decoding.length_penalty)
+        return Sampling(ending, decoding.temperature, decoding.top_k, decoding.top_p)
+
+    def _decode(self, params, *inputs) -> jax.Array:
+        state, max_new = self._begin(params, *inputs)
+        state = decode(self._search, reader(self._model, params), state, max_new)
+        return self._search.texts(state)
+
+    def _begin(self, params, inputs, real, limits, numbers) -> tuple[Any, int]:
+        """Returns the state of the search after the prompts, and the length of texts."""
         decoding: DecodingConfig = self.config.decoding
         source, prompt, max_length = None, inputs, self.config.model.max_length
-        masks, max_new = {"prompt_mask_BxP": real}, min(decoding.max_extra, max_length - 1)
+        masks, max_new = (real, None), min(decoding.max_extra, max_length - 1)
         if self._translates:  # the start token is real, even if it is the pad token
             source, max_new = inputs, min(inputs.shape[1] + decoding.max_extra, max_length)
             prompt = jnp.full((inputs.shape[0], 1), self.tokenizer.bos, jnp.int32)
-            masks = {"prompt_mask_BxP": jnp.ones_like(prompt, bool), "source_mask_BxS": real}
-        eos_ids, pad = self.config.model.eos_ids or (self.tokenizer.eos,), self.tokenizer.pad
-        suppressed = () if pad in eos_ids else (pad,)  # within a text, pad would mean its end
-        shared = {"max_new": max_new, "source_BxS": source, **masks}
-        shared |= {"eos_id": eos_ids, "pad_id": pad, "suppress_tokens": suppressed}
-        if decoding.beam_size > 1:
-            beams = {"beam_size": decoding.beam_size, "alpha": decoding.length_penalty}
-            return beam_search(self._model, params, prompt, limits, **beams, **shared)[0][:, 0]
+            masks = jnp.ones_like(prompt, bool), real
+        logits, memory, _ = begin(self._model, params, prompt, limits, max_new, source, *masks)
         keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(self.config.seed), numbers)
-        options = {name: getattr(decoding, name) for name in ("temperature", "top_k", "top_p")}
-        return sample(self._model, params, prompt, limits, keys, **options, **shared)
+        limits = jnp.minimum(limits, max_new)
+        return self._search.start(logits, memory, limits, keys, max_new), max_new

@@ -3,7 +3,7 @@ Shape suffixes: B batch, S source length, P prompt length, V vocabulary."""
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,25 @@ class DecodeState:
     source: Tokens | None
 
 
+class Search(Protocol):
+    """A way to choose tokens: `Sampling` or `BeamSearch`.
+
+    A state has an entry per sequence on axis 0 of its arrays, or one per beam, in adjacent rows. It
+    has the fields `step_B`, the number of tokens that each sequence has got, and `memory`."""
+
+    def start(self, logits_BxV, memory: DecodeState, limits_B, keys_B, max_new: int) -> Any:
+        """Returns the state with one token per sequence."""
+
+    def active(self, state: Any) -> jax.Array:
+        """bool[B], whether the text of a sequence can still change."""
+
+    def step(self, read: Callable, state: Any) -> Any:
+        """Returns the state with one more token per sequence. `read` is a `reader`."""
+
+    def texts(self, state: Any) -> jax.Array:
+        """int32[B, max_new], the best text of each sequence."""
+
+
 def begin(
     model: nn.Module, params: Any, prompt_BxP: jax.Array | None, limits_B: jax.Array, max_new: int,
     source_BxS: jax.Array | None, *masks: jax.Array | None,
@@ -51,22 +70,24 @@ def begin(
         way_out = "pass an array with one value for each"
         raise UserError(f"limits_B: {found}, but there are {len(prompt_BxP)} prompts; {way_out}")
     slots = prompt_BxP.shape[1]
-    _check(model, prompt_BxP, source_BxS, slots + max_new)
+    _check(model, prompt_BxP, source_BxS, slots + max_new - 1)  # nothing follows the last token
     logits_BxV, memory = prefill(model, params, prompt_BxP, slots, source_BxS, *masks)
-    return logits_BxV, memory, functools.partial(advance, *unrolled(model, params))
+    return logits_BxV, memory, reader(model, params)
 
 
-def decode_while(continues: Callable, body: Callable, carry: Any, max_new: int) -> Any:
-    """A `jax.lax.while_loop` over steps, for a carry with a cache, which gets slots for `max_new`
-    tokens: for half of them at first if they are many, because a step also reads empty slots.
-    `continues` takes the carry and the step before which the loop ends."""
-    is_cache = lambda x: isinstance(x, Cache)
+def decode(search: Search, read: Callable, state: Any, max_new: int) -> Any:
+    """Continues a search until all sequences have ended. The cache gets slots for `max_new` tokens:
+    for half of them at first if they are many, because a step also reads empty slots."""
     half = max_new // 2 if max_new >= MANY else 0
     for end, tokens in ((half + 1, half), (max_new, max_new - half))[half == 0 :]:
-        grow = lambda x, n=tokens: x.grow(n) if is_cache(x) else x
-        carry = jax.tree.map(grow, carry, is_leaf=is_cache)
-        carry = jax.lax.while_loop(lambda c, end=end: continues(c, end), body, carry)
-    return carry
+        runs = lambda s, end=end: jnp.any(search.active(s) & (s.step_B < end))
+        state = jax.lax.while_loop(runs, functools.partial(search.step, read), grow(state, tokens))
+    return state
+
+
+def grow(state: Any, tokens: int) -> Any:
+    """Returns the state of a search with slots for `tokens` more tokens in its cache."""
+    return state.replace(memory=state.memory.replace(cache=state.memory.cache.grow(tokens)))
 
 
 def prefill(
@@ -115,7 +136,7 @@ def _check(model: nn.Module, prompt_BxP: Any, source_BxS: Any, slots: int = 0) -
     last = model.config.last_position
     if last is not None and slots > last + 1:
         end = f"but the positions of this model end at {last} (model.max_length)"
-        raise UserError(f"max_new: prompt and answer take {slots} tokens, {end}; reduce max_new")
+        raise UserError(f"max_new: prompt and answer take {slots} positions, {end}; reduce max_new")
 
 
 def unrolled(model: nn.Module, params: Any) -> tuple[nn.Module, Any]:
@@ -125,6 +146,11 @@ def unrolled(model: nn.Module, params: Any) -> tuple[nn.Module, Any]:
         return model, params
     config, params = unroll(model.config, params)
     return type(model)(config), params
+
+
+def reader(model: nn.Module, params: Any) -> Callable:
+    """Returns the function (tokens_B, memory) -> the results of `advance`."""
+    return functools.partial(advance, *unrolled(model, params))
 
 
 def advance(

@@ -6,16 +6,15 @@ A temperature of 0 selects the most likely token. Any other divides the logits, 
 is drawn from the `top_k` most likely ones, or from the fewest that hold `top_p` of the probability.
 Each sequence has its own key, so its tokens do not depend on the batch. Pad may be generated."""
 
-import functools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import linen as nn
+from flax import linen as nn, struct
 
 from transformer.decoding.config import check_numbers
-from transformer.decoding.prefill import Ending, begin, decode_while
+from transformer.decoding.prefill import DecodeState, Ending, begin, decode
 from transformer.errors import UserError
 from transformer.model.sharding import platform
 from transformer.model.special_tokens import Ids
@@ -54,41 +53,69 @@ def sample(
         batch, typed = len(logits_BxV), jnp.issubdtype(keys_B.dtype, jax.dtypes.prng_key)
         if keys_B.ndim != (1 if typed else 2) or len(keys_B) != batch:
             raise UserError(f"keys: expected [{batch}] keys; use jax.random.split(key, {batch})")
-    draw = functools.partial(_draw, keys_B, ending, temperature, top_k, top_p)
-    return _continue(draw, read, ending, limits_B, max_new, logits_BxV, memory)
+    search = Sampling(ending, temperature, top_k, top_p)
+    state = search.start(logits_BxV, memory, jnp.minimum(limits_B, max_new), keys_B, max_new)
+    return search.texts(decode(search, read, state, max_new))
 
 
-def _continue(draw, read, ending: Ending, limits_B, max_new: int, logits_BxV, memory) -> jax.Array:
-    """Draws tokens, and reads all but the last of them, until all sequences have ended."""
+@struct.dataclass
+class Sampled:
+    """The tokens of each sequence, of which the last one is not in the memory yet."""
 
-    def emit(step, out_BxL, done_B, logits_BxV):
-        token_B = jnp.where(done_B, ending.fill_id, draw(logits_BxV, step))
-        done_B |= ending.ends(token_B) | (step + 1 >= limits_B)
-        return step + 1, out_BxL.at[:, step].set(token_B), done_B, token_B
-
-    def continues(carry, end):
-        (step, _, done_B, _), _ = carry
-        return (step < end) & ~jnp.all(done_B)
-
-    def body(carry):
-        (step, out_BxL, done_B, token_B), memory = carry
-        logits_BxV, memory = read(token_B, memory)
-        return emit(step, out_BxL, done_B, logits_BxV), memory
-
-    blank = jnp.full((len(limits_B), max_new), ending.fill_id, jnp.int32)
-    first = emit(jnp.zeros((), jnp.int32), blank, limits_B <= 0, logits_BxV)
-    return decode_while(continues, body, (first, memory), max_new)[0][1]
+    step_B: jax.Array
+    out_BxL: jax.Array
+    done_B: jax.Array
+    token_B: jax.Array
+    limits_B: jax.Array
+    keys_B: jax.Array
+    memory: DecodeState
 
 
-def _draw(keys_B, ending: Ending, temperature, top_k, top_p, logits_BxV, step) -> jax.Array:
-    logits_BxV = ending.suppress(logits_BxV, -jnp.inf)
-    if temperature == 0.0:
-        on_cpu = platform() == "cpu"  # where jnp.argmax is slow
-        return largest(logits_BxV, 1)[1][:, 0] if on_cpu else jnp.argmax(logits_BxV, axis=-1)
-    relative_BxV = logits_BxV - jnp.max(logits_BxV, axis=-1, keepdims=True)  # no overflow
-    allowed_BxV = truncate(relative_BxV / temperature, top_k, top_p)
-    keys = jax.vmap(jax.random.fold_in, (0, None))(keys_B, step)
-    return jax.vmap(jax.random.categorical)(keys, allowed_BxV).astype(jnp.int32)
+class Sampling(NamedTuple):
+    """Greedy decoding and sampling (a `Search`); the numbers are those of `sample`."""
+
+    ending: Ending
+    temperature: float
+    top_k: int
+    top_p: float
+
+    def start(self, logits_BxV, memory: DecodeState, limits_B, keys_B, max_new: int) -> Sampled:
+        zeros = jnp.zeros(limits_B.shape, jnp.int32)
+        blank_BxL = jnp.full((len(limits_B), max_new), self.ending.fill_id, jnp.int32)
+        start = Sampled(zeros, blank_BxL, limits_B <= 0, zeros, limits_B, keys_B, memory)
+        return self._emit(start, logits_BxV, memory)
+
+    def active(self, state: Sampled) -> jax.Array:
+        return ~state.done_B
+
+    def step(self, read: Callable, state: Sampled) -> Sampled:
+        return self._emit(state, *read(state.token_B, state.memory))
+
+    def texts(self, state: Sampled) -> jax.Array:
+        return state.out_BxL
+
+    def _emit(self, state: Sampled, logits_BxV: jax.Array, memory: DecodeState) -> Sampled:
+        step_B, token_B = state.step_B, self._draw(logits_BxV, state.keys_B, state.step_B)
+        token_B = jnp.where(state.done_B, self.ending.fill_id, token_B)
+        out_BxL = put(state.out_BxL, step_B, token_B)
+        done_B = state.done_B | self.ending.ends(token_B) | (step_B + 1 >= state.limits_B)
+        return Sampled(step_B + 1, out_BxL, done_B, token_B, state.limits_B, state.keys_B, memory)
+
+    def _draw(self, logits_BxV, keys_B, step_B) -> jax.Array:
+        logits_BxV = self.ending.suppress(logits_BxV, -jnp.inf)
+        if self.temperature == 0.0:
+            on_cpu = platform() == "cpu"  # where jnp.argmax is slow
+            return largest(logits_BxV, 1)[1][:, 0] if on_cpu else jnp.argmax(logits_BxV, axis=-1)
+        relative_BxV = logits_BxV - jnp.max(logits_BxV, axis=-1, keepdims=True)  # no overflow
+        allowed_BxV = truncate(relative_BxV / self.temperature, self.top_k, self.top_p)
+        keys = jax.vmap(jax.random.fold_in)(keys_B, step_B)
+        return jax.vmap(jax.random.categorical)(keys, allowed_BxV).astype(jnp.int32)
+
+
+def put(text: jax.Array, step_B: jax.Array, token: jax.Array) -> jax.Array:
+    """Writes token [B, ...] to text [B, ..., L] at the place of each sequence's step."""
+    at = jnp.arange(text.shape[-1]) == step_B.reshape(-1, *[1] * (text.ndim - 1))
+    return jnp.where(at, token[..., None], text)
 
 
 def largest(x_BxV: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:

@@ -86,10 +86,11 @@ def _batches(
     share = subject.share
     batch_size = -(-batch_size // share.parts) * share.parts
     lengths = [max(len(x.inputs), 0 if x.source is None else len(x.source)) for x in segments]
-    for width, members in by_width(lengths, subject.config.model.max_length, batch_size):
-        last = len(members) - 1  # repeated to fill the batch
-        rows = [[segments[members[min(row, last)]]] for row in share.sequences(batch_size)]
-        yield members, share.place(assemble(rows, width))
+    for width, batches in by_width(lengths, subject.config.model.max_length, batch_size):
+        for members in batches:
+            last = len(members) - 1  # repeated to fill the batch
+            rows = [[segments[members[min(row, last)]]] for row in share.sequences(batch_size)]
+            yield members, share.place(assemble(rows, width))
 
 
 def embed_texts(

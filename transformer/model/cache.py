@@ -37,6 +37,12 @@ def _is_shared(x: Any) -> bool:
     return isinstance(x, Shared)
 
 
+def _map_slots(function: Callable, state: Any) -> Any:
+    """Applies a function to the arrays with an entry per token."""
+    put = lambda x: Slots(function(x.value)) if type(x) is Slots else x
+    return jax.tree.map(put, state, is_leaf=_is_shared)
+
+
 @struct.dataclass
 class LayerState:
     """States of a layer's mixer and, after the first tokens, cross-attention and Canon layers."""
@@ -82,12 +88,40 @@ class Cache:
         def grown(state, window: int):
             size = min(slots, window * self.beams or slots)
             token = last - (last - jnp.arange(size)) % size  # in each slot; negative: none
-            wider = lambda x: Slots(jnp.take(x.value, token % x.value.shape[-2], axis=-2))
-            put = lambda x: wider(x) if type(x) is Slots else x
-            return jax.tree.map(put, state, is_leaf=_is_shared)
+            wider = lambda x: jnp.take(x, token % x.shape[-2], axis=-2)
+            return _map_slots(wider, state)
 
         tokens = jax.tree.map(lambda x: jnp.pad(x, [(0, 0), (0, new)]), self.tokens)
         return self.replace(layers=tuple(map(grown, self.layers, self.windows)), tokens=tokens)
+
+    def move(self, index: jax.Array) -> "Cache":
+        """Returns this cache with `index` as its next slot. It moves all tokens to the left; the
+        slots that this drops must be empty."""
+        roll = lambda x, axis: jnp.roll(x, index - self.index, axis)
+        layers = _map_slots(lambda x: roll(x, -2), self.layers)
+        tokens = jax.tree.map(lambda x: roll(x, 1), self.tokens)
+        return self.replace(layers=layers, tokens=tokens, index=index)
+
+    def take(self, new: "Cache", choose: Callable) -> "Cache":
+        """Returns this cache with rows of another, the last token of which takes the last one's
+        slot. `choose(old, new)` returns an array with the rows of both that the result has."""
+        length = new.tokens.segments_BxT.shape[1]
+
+        def put(old, new):
+            if type(old) is not Slots:
+                return jax.tree.map(choose, old, new)
+            (old, new), count = (old.value, new.value), new.value.shape[-2]
+            at = (self.index - count + jnp.arange(count)) % old.shape[-2]
+            new = jnp.roll(new, -(length % count), axis=-2)  # a ring, from its first token on
+            return Slots(old.at[..., at, :].set(choose(old[..., at, :], new)))
+
+        def put_tokens(old, new):
+            empty = jnp.zeros((len(new), old.shape[1]), new.dtype)
+            start = self.index - length
+            return choose(old, jax.lax.dynamic_update_slice_in_dim(empty, new, start, axis=1))
+
+        layers = jax.tree.map(put, self.layers, new.layers, is_leaf=_is_shared)
+        return self.replace(layers=layers, tokens=jax.tree.map(put_tokens, self.tokens, new.tokens))
 
     def reorder(self, select: Callable[[jax.Array], jax.Array]) -> "Cache":
         """Applies `select`, an indexing of axis 0, to the batch axis of everything but `Shared`."""
