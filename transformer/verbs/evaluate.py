@@ -34,7 +34,14 @@ def run(args, overrides) -> int:
             raise UserError(f"--{option.replace('_', '-')}: no effect without --tasks; name tasks")
     trained = load_run(args.workdir, overrides)
     if args.tasks:
-        return _run_tasks(args, trained)
+        with from_extra("eval", "--tasks: needs"):
+            from transformer.harness import evaluate_tasks
+        names = [name.strip() for name in args.tasks.split(",") if name.strip()]
+        options = {"num_fewshot": args.num_fewshot, "limit": args.limit}
+        table = evaluate_tasks(trained, names, args.include_path, **options)
+        if is_first():
+            print(table)
+        return 0
     metrics = evaluate(trained, args.part)
     # Without the values of each layer and head
     summary = {name: value for name, value in metrics.items() if name.count("/") < 3}
@@ -46,17 +53,4 @@ def run(args, overrides) -> int:
         print(styled(line, BOLD, sys.stdout) if name == headline else line)
     if (omitted := len(metrics) - len(summary)) and is_first():
         print(f"and {omitted:,} values by layer: {buckets.shown(args.workdir / args.part)}.json")
-    return 0
-
-
-def _run_tasks(args, trained) -> int:
-    from transformer.parallel.processes import is_first
-
-    with from_extra("eval", "--tasks: needs"):
-        from transformer.harness import evaluate_tasks
-    names = [name.strip() for name in args.tasks.split(",") if name.strip()]
-    options = {"num_fewshot": args.num_fewshot, "limit": args.limit}
-    table = evaluate_tasks(trained, names, args.include_path, **options)
-    if is_first():
-        print(table)
     return 0
