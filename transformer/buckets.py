@@ -26,6 +26,7 @@ INTERVAL = 30.0  # seconds between synchronizations while a process works on a m
 COMPLETE = "commit_success.txt"  # the object that Orbax writes last in a checkpoint
 
 _opened: dict[Path, threading.Event] = {}  # mirror -> set when its synchronization ends
+_absolute = functools.cache(Path.resolve)  # a relative path is that of the first use
 
 
 def local_path(name: str | os.PathLike) -> Path:
@@ -80,11 +81,6 @@ def closing() -> Iterator[None]:
 def root() -> Path:
     """The folder of all mirrors."""
     return _absolute(data_home()) / "buckets"
-
-
-@functools.cache  # a relative path is that of the first use
-def _absolute(folder: Path) -> Path:
-    return folder.resolve()
 
 
 def url_of(path: Path) -> str | None:
