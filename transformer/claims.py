@@ -122,11 +122,8 @@ class _OnDisk:
         return True
 
 
-class _InBucket:
-    """An object that holds the name of a process, with the interface of _OnDisk."""
-
-    def __init__(self, file: Path):
-        self.file = file
+class _InBucket(_OnDisk):
+    """An object that holds the name of a process."""
 
     def create(self, holder: Process) -> bool:
         return buckets.write_if(self.file, str(holder), 0)
