@@ -108,20 +108,15 @@ class Scaling(NamedTuple):
         return C[1:][above[1:] != above[:-1]].tolist()
 
 
-def _fit(x: Points, losses, **options) -> Law:
-    return fit_projected(x.N.ravel(), x.D.ravel(), losses, **options)
-
-
 def fit_all(arms: Mapping[str, Points], baseline: str, replicas=1000, seed=0) -> Scaling:
     """Fits the law of each arm, and of `replicas` resampled studies."""
     laws, why_not = {}, {}
     for name, x in arms.items():
-        if not (why := unidentified(x.N, x.D, x.runs)):
-            laws[name] = _fit(x, x.loss.ravel())
-            why = problem(laws[name], x.N.ravel(), x.D.ravel())
-        if why:
+        N, D, _, L = (y.ravel() for y in x[1:])
+        if why := unidentified(N, D, x.runs) or problem(law := fit_projected(N, D, L), N, D):
             why_not[name] = why
-            laws.pop(name, None)
+        else:
+            laws[name] = law
     runs = tuple(sorted(set.intersection(*(set(arms[x].runs) for x in laws)))) if laws else ()
     if laws and len(runs) < 6:
         reason = f"the arms have {len(runs)} runs (size and seed) in common; use 6 or more"
@@ -134,8 +129,9 @@ def fit_all(arms: Mapping[str, Points], baseline: str, replicas=1000, seed=0) ->
         residuals = (residuals - residuals.mean(0)) * math.sqrt(len(runs) / (len(runs) - 3))
         noise = residuals[drawn[:, [targets.index(run) for run in x.runs]]]
         simulated = (law.loss(x.N, x.D) * np.exp(noise)).reshape(replicas, -1)
-        resampled = _fit(x, simulated, weights=1 / x.loss.ravel(), start=law)
-        fits[name] = Fit(x, law, Cost.fit(x.N.ravel(), (x.C / x.D).ravel()), resampled, residuals)
+        N, D, C, L = (y.ravel() for y in x[1:])
+        resampled = fit_projected(N, D, simulated, 1 / L, law)
+        fits[name] = Fit(x, law, Cost.fit(N, C / D), resampled, residuals)
     return Scaling(fits, baseline, why_not, runs)
 
 
