@@ -145,8 +145,8 @@ def _segment(config, tokenizer: Tokenizer, text: str, answer: str) -> tuple[Segm
     if config.model.is_encoder_decoder:
         source, (target,) = [*tokenizer.source_prefix_ids, *ids], tokenizer.encode_targets([answer])
         cut = max(len(source) + 1 - limit, 0) + max(len(target) + 1 - limit, 0)
-        source, target = ([*ids[: limit - 1], tokenizer.eos] for ids in (source, target))
-        source, target = np.array(source, np.int32), np.array(target, np.int32)
+        kept = ([*ids[: limit - 1], tokenizer.eos] for ids in (source, target))
+        source, target = (np.array(ids, np.int32) for ids in kept)
         return given(config.model, tokenizer.bos, source, target), cut
     if config.model.family == "encoder":
         whole = np.array([tokenizer.bos, *ids[: limit - 2], tokenizer.eos], np.int32)
@@ -159,10 +159,8 @@ def _segment(config, tokenizer: Tokenizer, text: str, answer: str) -> tuple[Segm
         prompt, targets = ids[: len(ids) // 2], ids[len(ids) // 2 :]
     prompt, targets = np.array(prompt, np.int32), np.array(targets, np.int32)
     segment = given(config.model, tokenizer.bos, prompt, targets)
-    prefix = min(segment.prefix, limit) if config.model.prefix_lm else None
-    inputs, targets, weights = segment.inputs, segment.targets, segment.weights[:limit]
-    kept = Segment(inputs[:limit], targets[:limit], weights=weights, prefix=prefix)
-    return kept, max(len(targets) - limit, 0)
+    kept = {x: getattr(segment, x)[:limit] for x in ("inputs", "targets", "weights")}
+    return dataclasses.replace(segment, **kept), max(len(segment.inputs) - limit, 0)
 
 
 def _patch(subject: Subject, params, segments: Sequence[Segment]) -> tuple[np.ndarray, np.ndarray]:
