@@ -9,6 +9,7 @@ A sweep with `tune` has three studies, which run one after another:
 The search is replayed from the finished runs, so it resumes, and all machines that share DIR agree.
 The optimum is the minimum of a parabola in log2 of the number, with Fieller's interval."""
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -114,15 +115,11 @@ class Curve(NamedTuple):
             candidates = [number.value((x(self.best) + x(value)) / 2) for value in neighbors]
         else:
             candidates = [number.value(x(self.best) + (number.step if at else -number.step))]
-        new = lambda value: value not in tried and _is_valid(config, number, value)
-        return list(filter(new, candidates))[:1]
-
-
-def _is_valid(config: Experiment, number: Tuned, value: float) -> bool:
-    try:
-        return value > 0 and bool(changed(config, {number.field: value}))
-    except UserError:
-        return False
+        for value in candidates:
+            with contextlib.suppress(UserError):  # of a value that the config does not allow
+                if value > 0 and value not in tried and changed(config, {number.field: value}):
+                    return [value]
+        return []
 
 
 def check(sweep: Sweep, configs: Mapping[str, Experiment]) -> None:
