@@ -124,8 +124,7 @@ class Arm(NamedTuple):
     def values(self, metric: str) -> dict[int, float]:
         """Returns seed -> final value, for finished runs that did not diverge."""
         ended = {seed: run for seed, run in self.runs.items() if run.diverged is None}
-        values = {seed: run.outcome(metric) for seed, run in ended.items()}
-        return {seed: value for seed, value in values.items() if math.isfinite(value)}
+        return {seed: x for seed, run in ended.items() if math.isfinite(x := run.outcome(metric))}
 
     def mean(self, metric: str) -> Mean:
         """Returns the mean of these values, with its interval."""
