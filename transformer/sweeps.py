@@ -8,11 +8,11 @@ An arm is one setting of the varied fields. It has a name (`post-d_ff=96`) and i
 seed. All arms use the same seeds, and therefore the same data in the same order."""
 
 import dataclasses
+import functools
 import itertools
 import math
 import re
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 from transformer.errors import UserError, nearest
 from transformer.units import higher_is_better
@@ -70,7 +70,8 @@ def arms(**named: Changes) -> Grid:
 
 def product(*grids: Grid) -> Grid:
     """Combines every point of each grid with every point of the others."""
-    return Grid(map(_joined, itertools.product(*grids)))
+    combined = itertools.product(*grids)
+    return Grid(functools.reduce(_joined, points or (Point("", {}),)) for points in combined)
 
 
 def zipped(*grids: Grid) -> Grid:
@@ -78,7 +79,7 @@ def zipped(*grids: Grid) -> Grid:
     if len({len(grid) for grid in grids}) > 1:
         problem = f"zipped() of {' and '.join(str(len(grid)) for grid in grids)} points"
         raise UserError(f"sweep: {problem}; use grids of equal length")
-    return Grid(map(_joined, zip(*grids, strict=True)))
+    return Grid(functools.reduce(_joined, points) for points in zip(*grids, strict=True))
 
 
 def chain(*grids: Grid) -> Grid:
@@ -249,18 +250,11 @@ class Sweep:
         return tuple(dict.fromkeys(field for changes in self.arms.values() for field in changes))
 
 
-def _joined(points: Iterable[Point]) -> Point:
-    names: list[str] = []
-    changes: dict[str, Any] = {}
-    called: dict[str, Any] = {}
-    for point in points:
-        names.append(point.name)
-        if repeated := changes.keys() & point.changes.keys():
-            arm = "-".join(names)
-            raise UserError(f"sweep: {repeated.pop()!r} is set twice in one arm ({arm})")
-        changes |= point.changes
-        called |= point.called
-    return Point("-".join(names), changes, called)
+def _joined(one: Point, other: Point) -> Point:
+    name = f"{one.name}-{other.name}"
+    if repeated := one.changes.keys() & other.changes.keys():
+        raise UserError(f"sweep: {repeated.pop()!r} is set twice in one arm ({name})")
+    return Point(name, {**one.changes, **other.changes}, {**one.called, **other.called})
 
 
 def _point_name(field: str, value) -> str:
