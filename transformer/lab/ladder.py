@@ -6,7 +6,6 @@
   and the unembedding, but neither the lookup of embeddings nor recomputation."""
 
 import functools
-import math
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
@@ -79,4 +78,4 @@ def matrix_parameters(config: ModelConfig) -> int:
     shapes = flatten(jax.eval_shape(model.init_with_axes, jax.eval_shape(key, 0), *tokens))
     others = {path: x for path, x in shapes.items() if "embedding" not in path.split("/")[0]}
     matrices = [x for path, x in others.items() if role(path, x.names) != "embedding"]
-    return sum(math.prod(x.value.shape) for x in matrices)
+    return sum(x.value.size for x in matrices)

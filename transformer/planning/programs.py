@@ -7,7 +7,6 @@ inserts collectives as the machine's does, but allocates buffers differently. No
 import contextlib
 import functools
 import importlib.util
-import math
 import os
 import re
 import time
@@ -82,13 +81,12 @@ def start(topology: Topology) -> list:
     name = str(topology._replace(slices=1))
     options = {"num_slices": topology.slices} if topology.slices > 1 else {}
     options |= {"chip_config_name": topology.chip.mode} if topology.chip.mode else {}
-    if math.prod(topology.shape) < 4:  # fewer than a host has
+    if topology.chips < 4 * topology.slices:  # fewer than a host has
         options["chips_per_host_bounds"] = (*topology.shape, 1)[:3]
     try:
         return list(topologies.get_topology_desc(name, "tpu", **options).devices)
     except Exception as e:  # libtpu raises errors of several types
-        host = "2x4" if topology.chip.axes == 2 else "2x2x1"
-        shapes = f"1x1, 2x2, {host}, then multiples of 4"
+        shapes = f"1x1, 2x2, {'2x4' if topology.chip.axes == 2 else '2x2x1'}, then multiples of 4"
         reason = (str(e).splitlines() or [type(e).__name__])[0][:160]
         message = f"--topology: {topology} does not exist; shapes are {shapes} ({reason})"
         raise UserError(message) from None
@@ -106,8 +104,7 @@ class Programs:
         with use(self.mesh):
             self.state, self.shardings = abstract_state(*of_state)
             self.batch = batch_shapes(config, self.mesh)
-        inputs = [x for name, x in self.batch.items() if name in ("inputs", "source")]
-        self.tokens = sum(math.prod(x.shape) for x in inputs)
+        self.tokens = sum(x.size for k, x in self.batch.items() if k in ("inputs", "source"))
         generates = config.objective.generates_text and config.model.family != "encoder"
         self.names = PROGRAMS if generates else PROGRAMS[:2]
         self._sequences = config.decoding.batch_size * config.decoding.beam_size
