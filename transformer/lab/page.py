@@ -48,8 +48,7 @@ def _svg(drawn: Figure) -> dict[str, Any]:
             for x, y in line.get_xydata() if line.get_gid() else ():
                 across, up = axes.transData.transform((x, y)) / (width, height)
                 if 0 < across < 1 and 0 < up < 1:
-                    text = line.get_gid().format(x=x, y=y)
-                    texts.append((f"{across:.2%}", f"{up:.2%}", text))
+                    texts.append((f"{across:.2%}", f"{up:.2%}", line.get_gid().format(x=x, y=y)))
     data = base64.b64encode(file.getvalue()).decode()
     return {"data": data, "ratio": width / height, "texts": texts}
 
