@@ -8,7 +8,6 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
-import math
 import time
 from collections.abc import Mapping
 
@@ -302,7 +301,7 @@ def _in_time(sweep: Sweep, configs: Configs, before: Configs, report) -> dict[st
         if arm in configs and config == with_steps(configs[arm], config.train.steps):
             sized[arm] = config
     unmeasured = [arm for arm in configs if arm not in sized]
-    seconds = seconds_per_step(base) if unmeasured else math.nan
+    seconds = seconds_per_step(base) if unmeasured else 0.0
     for arm in unmeasured:
         steps = max(1, round(seconds / seconds_per_step(configs[arm]) * base.train.steps))
         report(f"{arm}: train.steps {base.train.steps:,} -> {steps:,}, for the baseline's time")

@@ -1,6 +1,5 @@
 """Profiles: metrics that evaluators measure at several lengths, layers or positions, by arm."""
 
-import math
 import re
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -109,7 +108,7 @@ def measured_text(results: Results, metric: str) -> str:
 def _line(arm: Arm, pattern: re.Pattern, when: str) -> dict[int, Mean]:
     """Returns place -> mean over seeds, and over metrics with the same place, such as heads."""
     runs = [run for run in arm.runs.values() if run.diverged is None or when == "first"]
-    first = lambda run, key: next(iter(run.values(key)), math.nan)
+    first = lambda run, key: next(iter(run.values(key)), np.nan)
     value_of = first if when == "first" else RunResult.outcome
     places: dict[int, list[str]] = {}
     for key in sorted({key for run in runs for key in run.names}):
@@ -118,6 +117,6 @@ def _line(arm: Arm, pattern: re.Pattern, when: str) -> dict[int, Mean]:
     line = {}
     for place, keys in sorted(places.items()):
         values = [float(np.mean([value_of(run, key) for key in keys])) for run in runs]
-        if finite := [x for x in values if math.isfinite(x)]:
+        if finite := [x for x in values if np.isfinite(x)]:
             line[place] = mean(finite, kind(keys[0]).bounds)
     return line

@@ -1,6 +1,5 @@
 """The section "Scaling" of a report on a ladder: laws, compute multipliers and predictions."""
 
-import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -75,7 +74,7 @@ def read_points(results: Results) -> tuple[dict[str, Points], dict[str, str]]:
     return {name: Points(x[0], *map(np.stack, x[1:])) for name, x in columns.items()}, missing
 
 
-def _spell(x: Estimate, decimals: int = 2, least: float = -math.inf) -> str:
+def _spell(x: Estimate, decimals: int = 2, least: float = -np.inf) -> str:
     show = lambda y: f"{max(y, least):.{decimals}f}" if y < 1000 else "inf"
     return f"{show(x.value)} [{show(x.low)}, {show(x.high)}]"
 

@@ -5,7 +5,6 @@ has its own process. On a pod, every host runs the same command, and a run has a
 host. All hosts process the runs in the same order, and only the first records their state."""
 
 import contextlib
-import math
 import shutil
 import signal
 import subprocess
@@ -247,7 +246,7 @@ def _stopping() -> Iterator[Callable[[], bool]]:
 def cell(status: Status, steps: int) -> str:
     """Returns the status of a run as the text of a table cell."""
     digits = ".3f" if abs(status.value) < 1e5 else ".1e"
-    loss = "" if math.isnan(status.value) else f" {status.value:{digits}}"
+    loss = "" if np.isnan(status.value) else f" {status.value:{digits}}"
     return {
         "done": f"done{loss}",
         "running": f"{status.step / steps:4.0%}{loss}" if status.step else "starting",

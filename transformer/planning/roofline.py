@@ -6,7 +6,6 @@ its links. The times are lower bounds; none has been measured on hardware."""
 
 import collections
 import dataclasses
-import math
 from collections.abc import Callable
 
 import numpy as np
@@ -83,7 +82,7 @@ def roofline(
     if chip.flops:
         least = lambda flops: flops * share / chip.flops
         # The schedule of a kernel's instructions may take longer than its products at full rate.
-        scheduled = lambda call: call.cycles / (chip.clock * chip.cores / share or math.inf)
+        scheduled = lambda call: call.cycles / (chip.clock * chip.cores / share or np.inf)
         waits = [times * max(scheduled(x) - least(x.flops), 0.0) for x, times in kernels]
         seconds = {"compute": least(computed) + sum(waits)}
         if topology.is_tpu:  # the fusions of a GPU's compiler are unknown
