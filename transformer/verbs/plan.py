@@ -50,17 +50,13 @@ def run(args, overrides) -> int:
     from transformer.planning.chips import topology
 
     machine = topology(args.topology, args.slices)
-    if args.arms:
-        configs = load_arms(args.config, overrides)[1]
-    else:
-        configs = {"": load_experiment(args.config, overrides)}
+    source = args.config, overrides
+    configs = load_arms(*source)[1] if args.arms else {"": load_experiment(*source)}
     only = _check(args, machine)
     from transformer.planning import cycles, page, programs, search
     from transformer.planning.plan import make_plan
 
-    kernels = {}
-    if args.kernels:
-        kernels = cycles.measure(args.config, overrides, args.topology, args.slices, args.arms)
+    kernels = cycles.measure(*source, args.topology, args.slices, args.arms) if args.kernels else {}
     devices = programs.start(machine)
     log = lambda line: print(line, file=sys.stderr)
     if args.search:
