@@ -83,8 +83,7 @@ def describe(study: Study) -> str:
         runs = f"{tuning.runs_per_arm(sweep)} runs per arm by {tuning.METRIC}"
         seeds = ", ".join(map(str, tuning.tuning_seeds(sweep)))
         lines.append(f"            {runs} (seeds {seeds}); then the runs above, tuned and untuned")
-    declared = {name: sweep.declared[name] for name in SET_BY if name in sweep.declared}
-    lines += [f"declared    {name}: {reason}" for name, reason in declared.items()]
+    lines += [f"declared    {x}: {sweep.declared[x]}" for x in SET_BY if x in sweep.declared]
     lines += [f"control     {arm}: {reason}" for arm, reason in sweep.controls.items()]
     lines += [f"matched     {sweep.match}"] * bool(sweep.match)
     lines += ["", *columns(rows)]
