@@ -105,8 +105,7 @@ class Tuned:
 
     def __post_init__(self):
         what = f"sweep: tuned({self.field!r}, {self.low!r}, {self.high!r})"
-        highest = 1 if self.is_decay else math.inf
-        if not 0 < self.low < self.high < highest:
+        if not 0 < self.low < self.high < (1 if self.is_decay else math.inf):
             raise UserError(f"{what}: use 0 < low < high{' < 1' * self.is_decay}")
         if self.points < 3 or self.more < 0:
             raise UserError(f"{what}: a parabola needs 3 points or more, and more=0 or more")
