@@ -114,9 +114,7 @@ def _links(coordinates: np.ndarray, topology: Topology) -> dict[int, int]:
         return {0: 1}
     # Axes of 16 chips wrap around (two dimensions), or all if all are multiples of 4 (three).
     shape = topology.shape
-    wrapped = [size % 16 == 0 for size in shape]
-    if len(shape) == 3:
-        wrapped = [all(size % 4 == 0 for size in shape)] * 3
+    wraps = lambda size: all(n % 4 == 0 for n in shape) if len(shape) == 3 else size % 16 == 0
     spans = {axis: len(np.unique(coordinates[0, :, axis])) for axis in range(len(shape))}
-    in_ring = lambda axis: wrapped[axis] and spans[axis] == shape[axis]
+    in_ring = lambda axis: wraps(shape[axis]) and spans[axis] == shape[axis]
     return {axis: 1 + in_ring(axis) for axis, span in spans.items() if span > 1} or {0: 1}
