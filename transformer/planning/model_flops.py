@@ -86,9 +86,8 @@ def equations(jaxpr, times: float = 1.0, prefix: str = "") -> Iterator[tuple]:
 
 def _plain(model: ModelConfig) -> ModelConfig:
     """Returns the model without blockwise attention, recomputation, capacity and micro-batches."""
-    without = lambda spec: FrozenDict({k: v for k, v in spec.items() if k != "capacity_factor"})
-    dropless = lambda spec: spec if isinstance(spec, str) else without(spec)
-    entry = lambda k, v: dropless(v) if k == "feed_forward" else v
-    pattern = tuple(FrozenDict({k: entry(k, v) for k, v in x.items()}) for x in model.layer_pattern)
+    without = lambda x: FrozenDict({k: dropless(v) for k, v in x.items() if k != "capacity_factor"})
+    dropless = lambda value: without(value) if isinstance(value, FrozenDict) else value
+    pattern = tuple(map(dropless, model.layer_pattern))
     plain = {"attention_backend": "reference", "pipeline_microbatches": 0, "remat": "none"}
     return model.part(**plain, feed_forward=dropless(model.feed_forward), layer_pattern=pattern)
