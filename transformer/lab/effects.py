@@ -49,14 +49,10 @@ class Cells(NamedTuple):
         """Returns the values of a field, the baseline's first."""
         return list(dict.fromkeys(key[self.fields.index(field)] for key in self.values))
 
-    def averages(self, *fields: str) -> dict[Key, Values]:
-        """Returns the mean over the other fields for each combination of values of these fields."""
-        return self._averages(fields, list(itertools.product(*map(self.levels, fields))))[0]
-
     def contrast(self, *changes: tuple[str, str, str]) -> tuple[Difference, tuple[float, ...], int]:
         """Returns an effect or interaction, its parts, and over how many settings it averages."""
         corners = list(itertools.product(*((a, b) for _, a, b in changes)))
-        y, settings = self._averages([field for field, *_ in changes], corners)
+        y, settings = self.averages([field for field, *_ in changes], corners)
         (_, a, b), *others = changes
         if not others:
             return difference(y[b,], y[a,]), (), settings
@@ -65,8 +61,9 @@ class Cells(NamedTuple):
         plus = lambda one, two: {seed: x + y[two][seed] for seed, x in y[one].items()}
         return difference(plus((a, c), (b, d)), plus((a, d), (b, c))), at, settings
 
-    def _averages(self, fields, combinations: Collection[Key]) -> tuple[dict[Key, Values], int]:
-        """Returns averages over the settings that have all combinations, and their number."""
+    def averages(self, fields, combinations: Collection[Key]) -> tuple[dict[Key, Values], int]:
+        """Returns the mean for each combination of values of these fields, over the settings of the
+        other fields that have all combinations, and the number of these settings."""
         index = [self.fields.index(field) for field in fields]
         by_setting: dict[Key, dict[Key, Values]] = {}
         for key, values in self.values.items():

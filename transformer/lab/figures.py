@@ -68,7 +68,8 @@ def interactions(verdict: Verdict) -> Drawings:
     pairs, pictures = [tuple(field for field, *_ in x.changes) for x in verdict.effects], {}
     for one, other in dict.fromkeys(pair for pair in pairs if len(pair) == 2):
         lines: dict[str, dict[str, Values]] = {}
-        for (a, c), values in verdict.cells.averages(one, other).items():
+        cells = list(itertools.product(*map(verdict.cells.levels, (one, other))))
+        for (a, c), values in verdict.cells.averages((one, other), cells)[0].items():
             lines.setdefault(a, {})[c] = values
         caption = (
             f"Interaction of {short(one)} and {short(other)}: {SEEDS}. If lines are parallel, the "
