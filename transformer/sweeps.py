@@ -197,13 +197,12 @@ class Sweep:
             raise UserError("sweep: 'seed' varies in the grid; use Sweep(..., seeds=N)")
         if self.match not in ("", "parameters", "flops", "time"):
             raise UserError(f"sweep: match: {self.match!r}; choose from: parameters, flops, time")
-        if not isinstance(self.controls, Mapping):
-            raise UserError(f"sweep: controls: {self.controls!r}; set a dict, {{'ARM': 'reason'}}")
+        for name, example in (("controls", "ARM"), ("declared", "data")):
+            if not isinstance(value := getattr(self, name), Mapping):
+                raise UserError(f"sweep: {name}: {value!r}; set a dict, {{{example!r}: 'reason'}}")
         for arm in self.controls:
             if arm not in names:
                 raise UserError(f"sweep: controls: {arm!r} is not an arm; {nearest(arm, names)}")
-        if not isinstance(self.declared, Mapping):
-            raise UserError(f"sweep: declared: {self.declared!r}; set a dict, {{'data': 'reason'}}")
         direction = higher_is_better(self.metric, self.higher_is_better)
         object.__setattr__(self, "higher_is_better", direction)
         object.__setattr__(self, "baseline", self.baseline or names[0])
