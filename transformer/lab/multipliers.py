@@ -168,8 +168,7 @@ def profile(scaling: Scaling, arm: str, C: float) -> Estimate:
     one, two = pair[0].law, pair[1].law
     if not math.isfinite(best := float(log_multiplier(one, two, C, *costs))):
         return Estimate(math.inf, 0.0, math.inf)
-    start = [*np.log([one.E, one.A, one.B]), one.alpha, one.beta]
-    start += [*np.log([two.A, two.B]), two.alpha, two.beta]
+    start = [*np.log(one[:3]), *one[3:], *np.log(two[1:3]), *two[3:]]
 
     @functools.cache
     def deviance(log_k: float) -> float:
