@@ -85,7 +85,7 @@ class PlannedRun:
         """Returns the step at which the run was evaluated, according to test.json."""
         try:
             return read_json(self.folder / "test.json").get("step")
-        except (UserError, FileNotFoundError, AttributeError):
+        except UserError:
             return None
 
     @property
@@ -190,9 +190,8 @@ def load_study(folder: Path) -> Study:
         tree["tune"] = tuple(Tuned(**number) for number in tree.get("tune", ()))
         sweep = Sweep(Grid(points), **tree | {"seeds": tuple(tree["seeds"])})
         configs = {arm: from_mapping(Experiment, entry["config"]) for arm, entry in arms.items()}
-        frozen = lambda value: tuple(value) if isinstance(value, list) else value
-        fact = lambda entry: Facts(**{key: frozen(x) for key, x in entry["facts"].items()})
-        facts = {arm: fact(entry) for arm, entry in arms.items()}
+        frozen = lambda x: {k: tuple(v) if isinstance(v, list) else v for k, v in x.items()}
+        facts = {arm: Facts(**frozen(entry["facts"])) for arm, entry in arms.items()}
     except (TypeError, KeyError, AttributeError) as e:
         raise UserError(f"{file}: damaged ({type(e).__name__}: {e})") from None
     return Study(Path(folder), sweep, configs, facts, **source)
