@@ -107,7 +107,7 @@ def test_epoch_contains_every_pair_once(pairs, packing):
                 np.testing.assert_array_equal(
                     batch["positions"][row][in_segment], np.arange(in_segment.sum())
                 )
-    store = data.store
+    store = data.stores[""]
     texts = (
         [tokenizer.decode(i) for i in store.texts("train", 0)],
         [tokenizer.decode(i) for i in store.texts("train", 1)],
@@ -119,16 +119,16 @@ def test_epoch_contains_every_pair_once(pairs, packing):
 def test_held_out_pairs_share_no_sentence_with_training(pairs):
     data = open_data(experiment(pairs))
     lines = [tuple(line.split("\t")) for line in pairs.read_text(encoding="utf-8").splitlines()]
-    held_out = set(data.store.examples("valid")) | set(data.store.examples("test"))
+    held_out = set(data.stores[""].examples("valid")) | set(data.stores[""].examples("test"))
     train = [line for line in lines if line not in held_out]
     assert len(train) + len(held_out) == len(lines)
-    assert len({s for s, _ in data.store.examples("test")}) >= 20
+    assert len({s for s, _ in data.stores[""].examples("test")}) >= 20
     for side in (0, 1):
         assert not {split.normalize(p[side]) for p in held_out} & {
             split.normalize(p[side]) for p in train
         }
-    with_mat = [e for e in data.store.examples("test") if "mat number" in e[0]] + [
-        e for e in data.store.examples("valid") if "mat number" in e[0]
+    with_mat = [e for e in data.stores[""].examples("test") if "mat number" in e[0]] + [
+        e for e in data.stores[""].examples("valid") if "mat number" in e[0]
     ]
     numbers = [e[0].rstrip("!.") for e in with_mat]
     # Sources that differ only in punctuation stay in the same split.
@@ -159,7 +159,7 @@ def test_overlap_of_held_out_files_with_training_is_counted(pairs, tmp_path):
         "\n".join([lines[0].upper(), lines[1].replace(".", "!"), "new\tnuevo"]), encoding="utf-8"
     )
     data = open_data(experiment(pairs, valid=str(tmp_path / "valid.tsv")))
-    assert data.store.meta["overlap"] == {"valid": 2}
+    assert data.stores[""].meta["overlap"] == {"valid": 2}
 
 
 @pytest.mark.parametrize("packing", [True, False])
@@ -171,7 +171,7 @@ def test_every_token_is_a_target_once(tmp_path, packing):
             file, objective="causal_lm", format="text", packing=packing, batch_size=3, length=16
         )
     )
-    store, batches = data.store, data.batches("test")
+    store, batches = data.stores[""], data.batches("test")
     texts = store.texts("test", 0)
     targets_in_batches = []
     for batch in batches.stream():
@@ -197,7 +197,7 @@ def test_overlapping_windows_predict_each_token_once_with_context(tmp_path, pack
     data, plain = (
         open_data(experiment(file, **options, **more)) for more in ({"eval_overlap": 10}, {})
     )
-    texts, targets, least_context = data.store.texts("test", 0), [], {}
+    texts, targets, least_context = data.stores[""].texts("test", 0), [], {}
     for name, batches in {"overlap": data.batches("test"), "plain": plain.batches("test")}.items():
         contexts = []
         for batch in batches.stream():
@@ -250,7 +250,7 @@ def test_too_long_pairs_are_dropped_or_cut_and_counted(pairs):
         data = open_data(experiment(pairs, length=40, too_long=policy, packing=False))
         batches = data.batches("train")
         lengths = np.maximum(
-            data.store.texts("train", 0).lengths, data.store.texts("train", 1).lengths
+            data.stores[""].texts("train", 0).lengths, data.stores[""].texts("train", 1).lengths
         )
         assert 0 < (lengths > 40).sum() < len(lengths)
         assert list(batches.report.values()) == [(lengths > 40).sum()]
@@ -266,7 +266,7 @@ def test_source_begins_with_bos_within_its_length(pairs, tmp_path, packing):
     plain = open_data(experiment(pairs))
     (tmp_path / "own.model").write_bytes(plain.tokenizer.content)
     tokenizer_fields = {"path": str(tmp_path / "own.model"), "source_bos_id": BOS}
-    longest = int(plain.store.texts("train", 0).lengths.max())
+    longest = int(plain.stores[""].texts("train", 0).lengths.max())
     data = open_data(
         experiment(
             pairs, length=longest, too_long="cut", packing=packing, tokenizer=tokenizer_fields
@@ -287,7 +287,7 @@ def test_source_begins_with_bos_within_its_length(pairs, tmp_path, packing):
 
 def test_max_examples_and_reverse(pairs):
     plain, reversed_store = (
-        open_data(experiment(pairs, max_examples=100, reverse=reverse)).store
+        open_data(experiment(pairs, max_examples=100, reverse=reverse)).stores[""]
         for reverse in (False, True)
     )
     assert plain.meta["train"]["examples"] == reversed_store.meta["train"]["examples"] == 100
@@ -350,10 +350,10 @@ def test_failed_store_leaves_no_files(pairs, tmp_path):
 
 
 def test_store_of_another_version_is_rebuilt(pairs, monkeypatch):
-    folder = open_data(experiment(pairs)).store.folder
-    assert open_data(experiment(pairs)).store.folder == folder
+    folder = open_data(experiment(pairs)).stores[""].folder
+    assert open_data(experiment(pairs)).stores[""].folder == folder
     monkeypatch.setattr(store, "VERSION", store.VERSION - 1)
-    assert open_data(experiment(pairs)).store.folder != folder
+    assert open_data(experiment(pairs)).stores[""].folder != folder
 
 
 def test_invalid_external_tokenizer_raises(pairs, tmp_path):

@@ -65,7 +65,7 @@ def test_whole_word_masking_never_splits_words(text):
 
 def test_whole_word_masking_keeps_the_rate(text):
     data = data_of(text, "masked words")
-    ids = np.asarray(data.store.texts("train", 0).ids[:120], np.int32)
+    ids = np.asarray(data.stores[""].texts("train", 0).ids[:120], np.int32)
     objective = data.config.objective
     word_tokens = (ids != data.tokenizer.eos).sum()
     word_sizes = np.diff(np.flatnonzero(np.append(data.tokenizer.starts_word[ids], True)))
@@ -143,9 +143,9 @@ def test_corrupted_spans_reconstruct_the_text(text, case):
     tokenizer, num_sentinels = data.tokenizer, 12
     top = tokenizer.vocab_size + num_sentinels - 1
     assert top == 379  # the first sentinel has the highest id of the vocabulary
-    ids, noise, total = data.store.texts("train", 0).ids.tolist(), 0, 0
+    ids, noise, total = data.stores[""].texts("train", 0).ids.tolist(), 0, 0
     size = data.config.objective.piece(data.config)
-    rows = data.config.objective.sequences(data.store, "train", data.config)
+    rows = data.config.objective.sequences(data.stores[""], "train", data.config)
     for row in range(30):
         (segment,) = rows.segments(row, lambda row=row: np.random.default_rng(row))
         if case == "spans":
@@ -209,10 +209,10 @@ def test_sentinels_come_from_the_tokenizer_if_it_has_enough(text, tmp_path):
 def test_ul2_mixes_seven_denoisers_with_mode_tokens(text):
     data = data_of(text, "ul2")
     tokenizer, chosen = data.tokenizer, data.config.objective
-    rows = chosen.sequences(data.store, "train", data.config)
+    rows = chosen.sequences(data.stores[""], "train", data.config)
     first_mode, counts = tokenizer.vocab_size, {0: 0, 1: 0, 2: 0}
     piece_size = data.config.objective.piece(data.config)
-    ids = data.store.texts("train", 0).ids.tolist()
+    ids = data.stores[""].texts("train", 0).ids.tolist()
     sentinels = {first_mode + 3 + i for i in range(20)}
     for row in range(140):
         (segment,) = rows.segments(row % 20, lambda row=row: np.random.default_rng(row))

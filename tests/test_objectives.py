@@ -87,7 +87,7 @@ def test_draws_depend_only_on_seed_epoch_and_sequence(text, case):
     jax.tree.map(np.testing.assert_array_equal, valid[0], data.batches("valid")[0])
     draws = []
     draw = lambda epoch: draws.append(epoch) or np.random.default_rng(epoch)
-    rows = data.config.objective.sequences(data.store, "train", data.config)
+    rows = data.config.objective.sequences(data.stores[""], "train", data.config)
     segments = lambda epoch: rows.segments(5, lambda: draw(epoch))
     same = len(segments(0)) == len(segments(1)) and all(
         np.array_equal(getattr(a, field.name), getattr(b, field.name))
@@ -103,7 +103,7 @@ def test_draws_depend_only_on_seed_epoch_and_sequence(text, case):
 def test_masked_texts_begin_with_bos(text, case):
     data = data_of(text, case)
     chosen, tokenizer = data.config.objective, data.tokenizer
-    rows = chosen.sequences(data.store, "train", data.config)
+    rows = chosen.sequences(data.stores[""], "train", data.config)
     segments = [x for i in range(9) for x in rows.segments(i, lambda i=i: np.random.default_rng(i))]
     assert len(segments) >= 9
     for segment in segments:
@@ -113,7 +113,7 @@ def test_masked_texts_begin_with_bos(text, case):
 
 def test_prefix_length_is_random_and_prefix_has_no_target_tokens(text):
     data = data_of(text, "prefix")
-    rows, cuts = data.config.objective.sequences(data.store, "train", data.config), set()
+    rows, cuts = data.config.objective.sequences(data.stores[""], "train", data.config), set()
     for seed in range(30):
         (segment,) = rows.segments(
             int(np.argmax(rows.lengths)), lambda seed=seed: np.random.default_rng(seed)
@@ -174,25 +174,25 @@ def test_decoding_after_a_prefix_equals_full_forward_pass(position):
 
 def test_labels_and_tags_align_with_texts_and_words(text):
     data = data_of(text, "tagging")
-    assert data.store.meta["classes"] == ["animal", "other"]
+    assert data.stores[""].meta["classes"] == ["animal", "other"]
     batch = data.batches("train")[0]
     for row in range(8):
         ids, labels, weights = (batch[f][row] for f in ("inputs", "labels", "label_weights"))
         words = data.tokenizer.decode(ids[batch["segments"][row] > 0]).split()
         assert ["animal" if word in ("cat", "dog") else "other" for word in words] == [
-            data.store.meta["classes"][i] for i in labels[weights > 0]
+            data.stores[""].meta["classes"][i] for i in labels[weights > 0]
         ]
         assert data.tokenizer.starts_word[ids[weights > 0]].all()
     data = data_of(text, "classification")
     batch = data.batches("train")[0]
     for row in range(8):
         decoded = data.tokenizer.decode(batch["inputs"][row])
-        label = data.store.meta["classes"][batch["labels"][row]]
+        label = data.stores[""].meta["classes"][batch["labels"][row]]
         assert label == ("cat" if "cat" in decoded else "none")
 
 
 def test_split_does_not_group_texts_by_label(text):
-    meta = data_of(text, "classification").store.meta
+    meta = data_of(text, "classification").stores[""].meta
     assert min(meta[part]["examples"] for part in ("train", "valid", "test")) >= 40
 
 
@@ -392,7 +392,7 @@ def test_words_dropped_by_the_tokenizer_do_not_shift_tags(text, tmp_path):
         drops_word = make_tokenizer is tokenizers.BertWordPieceTokenizer
         for row in range(8):
             has_tag = batch["label_weights"][row] > 0
-            tags = [data.store.meta["classes"][i] for i in batch["labels"][row][has_tag]]
+            tags = [data.stores[""].meta["classes"][i] for i in batch["labels"][row][has_tag]]
             assert tags == (["A", "C", "D"] if drops_word else ["A", "B", "C", "D"])
             words = [data.tokenizer.decode([i]).strip() for i in batch["inputs"][row][has_tag]]
             assert words[0] == "the" and "cat" in words

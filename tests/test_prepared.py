@@ -45,7 +45,7 @@ def test_no_array_grows_with_the_text(texts, prepared, monkeypatch):
     """With an index of 3 billion sequences, as if the one shard were that long."""
     config = reader(experiment(texts), prepared)
     data = open_data(config)
-    monkeypatch.setitem(data.store.index["shards"][0], "take", 3 * 10**9)
+    monkeypatch.setitem(data.stores[""].index["shards"][0], "take", 3 * 10**9)
     ranges = []
     monkeypatch.setattr(grain.MapDataset, "range", lambda n: ranges.append(n) or _Range())
     batches = data.batches("train")

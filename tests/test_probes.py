@@ -158,7 +158,7 @@ def test_held_out_questions_are_not_in_training(task, turned):
     config = dataclasses.replace(
         config, data=dataclasses.replace(config.data, reverse=turned, test=f"{task}:8-11:600")
     )
-    store = open_data(config).store
+    store = open_data(config).stores[""]
     question, answer = (1, 0) if turned else (0, 1)
     held_out, tested = (store.examples(part) for part in ("valid", "test"))
     pairs = [
@@ -190,11 +190,11 @@ def test_probe_examples_are_not_in_training():
 def test_decoder_targets_are_only_the_answer():
     config = experiment("decoder")
     data = open_data(config)
-    sequences = data.config.objective.sequences(data.store, "train", config)
+    sequences = data.config.objective.sequences(data.stores[""], "train", config)
     assert max(map(len, sequences.members)) > 1, "several pairs share a sequence"
     tokenizer, (first, *_) = data.tokenizer, sequences.segments(0, None)
     question, answer = (
-        tokenizer.decode(data.store.texts("train", side)[sequences.members[0][0]])
+        tokenizer.decode(data.stores[""].texts("train", side)[sequences.members[0][0]])
         for side in (0, 1)
     )
     (answer_ids,) = tokenizer.encode([answer])
@@ -211,7 +211,7 @@ def test_decoder_targets_are_only_the_answer():
     )
     prefix_config = experiment("decoder", prefix_lm=True)
     assert (
-        prefix_config.objective.sequences(data.store, "train", prefix_config)
+        prefix_config.objective.sequences(data.stores[""], "train", prefix_config)
         .segments(0, None)[0]
         .prefix
         == len(question) + 2
@@ -226,9 +226,9 @@ def test_inspected_segments_match_training_segments(prefix_lm):
     """
     config = experiment("decoder", prefix_lm=prefix_lm)
     data = open_data(config)
-    sequences = data.config.objective.sequences(data.store, "train", config)
+    sequences = data.config.objective.sequences(data.stores[""], "train", config)
     question, answer = (
-        data.tokenizer.decode(data.store.texts("train", side)[sequences.members[0][0]])
+        data.tokenizer.decode(data.stores[""].texts("train", side)[sequences.members[0][0]])
         for side in (0, 1)
     )
     trained, (segment, truncated) = (
@@ -263,10 +263,10 @@ def test_pairs_too_long_for_a_decoder_are_dropped_or_cut():
             },
         )
         data = open_data(config)
-        sequences = data.config.objective.sequences(data.store, "train", config)
+        sequences = data.config.objective.sequences(data.stores[""], "train", config)
         sizes = [
-            sum(len(data.store.texts("train", side)[i]) for side in (0, 1))
-            for i in range(len(data.store.texts("train", 0)))
+            sum(len(data.stores[""].texts("train", side)[i]) for side in (0, 1))
+            for i in range(len(data.stores[""].texts("train", 0)))
         ]
         num_long = sum(size > 16 for size in sizes)
         assert 0 < num_long < len(sizes) and list(sequences.report.values()) == [num_long]

@@ -320,7 +320,7 @@ def test_untrained_workdir_accepts_another_experiment(run_config, tmp_path):
         from transformer.data.pipeline import open_data
 
         data = open_data(run_config)
-        origin = {"data": data.describe()}
+        origin = {"data": data.meta}
         rundir.record_start(tmp_path / "run", run_config, mesh, data.tokenizer, origin)
     other = dataclasses.replace(run_config, seed=7)
     rundir.check(tmp_path / "run", other)

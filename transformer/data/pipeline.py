@@ -30,18 +30,11 @@ class Data:
     config: Task
     stores: Mapping[str, Store]  # by source; "" without a mixture
 
-    @property
-    def store(self) -> Store:
-        """The only store. A mixture has several, and raises ValueError."""
-        (store,) = self.stores.values()
-        return store
-
     @functools.cached_property
     def meta(self) -> dict:
         """The `meta` of the store, or of all sources together."""
-        if not self.config.data.mixture:
-            return self.store.meta
-        return joined({name: store.meta for name, store in self.stores.items()})
+        metas = {name: store.meta for name, store in self.stores.items()}
+        return joined(metas) if self.config.data.mixture else metas[""]
 
     @property
     def tokenizer(self):
@@ -92,10 +85,6 @@ class Data:
         sources, columns = self.config.data.sources, self.config.data.chosen.columns
         names = [name for name in self.stores if sources[name].chosen.columns == columns]
         return [example for name in names for example in self.stores[name].examples(part)]
-
-    def describe(self) -> dict:
-        """Counts and hashes for the manifest."""
-        return {"objective": type(self.config.data.chosen).__name__, **self.meta}
 
 
 def special_tokens(model: ModelConfig, tokenizer: Tokenizer) -> dict[str, int]:

@@ -252,8 +252,8 @@ def record_run(
     config, mesh, params = program.config, program.mesh, program.abstract.params
     backends = attention_backends(config, program.model, params, train[0], mesh)
     origin = {"parameters": sum(math.prod(x.shape) for x in jax.tree.leaves(params))}
-    origin |= {"data": data.describe(), "attention_backends": backends}
-    origin["trained_together"] = together
+    origin["data"] = {"objective": type(config.data.chosen).__name__, **data.meta}
+    origin |= {"attention_backends": backends, "trained_together": together}
     if is_first():
         rundir.record_start(workdir, config, mesh, data.tokenizer, origin)
         buckets.sync(workdir)
