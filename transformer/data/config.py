@@ -43,11 +43,6 @@ class TokenizerConfig:
     character_coverage: Annotated[float, at_least(0.98), at_most(1)] = 0.9995
     max_sentences: Size = 1_000_000  # maximum number of lines to train the tokenizer on
 
-    def at(self, path) -> "TokenizerConfig":
-        """The same special tokens with the existing tokenizer at `path`."""
-        ids = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if "_id" in f.name}
-        return TokenizerConfig(path=str(path), **ids)
-
 
 def _has_own_splits(c) -> bool:
     """Whether files or the corpus provide both valid and test."""
@@ -183,8 +178,10 @@ class DataConfig:
         return sources
 
     def with_tokenizer(self, path) -> "DataConfig":
-        """The same config with the existing tokenizer at `path`."""
-        return dataclasses.replace(self, tokenizer=self.tokenizer.at(path))
+        """The same config, and special tokens, with the existing tokenizer at `path`."""
+        names = [f.name for f in dataclasses.fields(TokenizerConfig) if "_id" in f.name]
+        ids = {name: getattr(self.tokenizer, name) for name in names}
+        return dataclasses.replace(self, tokenizer=TokenizerConfig(path=str(path), **ids))
 
     @property
     def chosen(self):

@@ -41,7 +41,7 @@ def write(job: Job, number: int, folder: Path, pieces) -> Path:
     from array_record.python.array_record_module import ArrayRecordWriter
 
     file = find_tokenizer(job.folder / UNFINISHED)
-    tokenizer = load_tokenizer(file, job.data.tokenizer.at(file))
+    tokenizer = load_tokenizer(file, job.data.with_tokenizer(file).tokenizer)
     tokenizer.threads = 1 if len(pieces) > 1 else tokenizer.threads  # beside other workers
     counts = tokenize(folder, "train", _training(job, pieces[number]), tokenizer, job.columns)
     shard = folder / f"train-{number:05d}-of-{len(pieces):05d}.arrayrecord"
