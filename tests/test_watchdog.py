@@ -66,7 +66,7 @@ def test_the_default_deadline_is_ten_median_steps(monkeypatch):
     dog.pause()
     assert dog._current is None
     now[0] += 1000.0
-    dog.resume(4)
+    dog.step_done(4)
     assert dog._current == (5, 1300.0, 500.0)
     dog.close()
     fast = Watchdog()

@@ -281,7 +281,7 @@ class Recorder:
         self._aside = was_aside
         if self._mark is not None and not was_aside:
             self._mark += time.perf_counter() - start
-            self.watchdog.resume(self._step)
+            self.watchdog.step_done(self._step)
 
 
 def _cpu_of_others() -> float:

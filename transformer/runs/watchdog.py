@@ -30,7 +30,7 @@ class Watchdog:
         threading.Thread(target=self._watch, daemon=True).start()
 
     def step_done(self, step: int) -> None:
-        """Watches the step after `step`, which has just ended."""
+        """Watches the step after `step` from now on. Times `step` unless that was paused."""
         now = time.monotonic()
         if self._current is not None:
             self._last.append(now - self._current[1])
@@ -38,13 +38,8 @@ class Watchdog:
         self._current = step + 1, now, self.seconds or max(LEAST, 10 * median)
 
     def pause(self) -> None:
-        """Stops watching until `step_done` or `resume`."""
+        """Stops watching until the next `step_done`."""
         self._current = None
-
-    def resume(self, step: int) -> None:
-        """Watches the step after `step` again, from now on."""
-        self.pause()
-        self.step_done(step)
 
     def close(self) -> None:
         """Stops watching for good."""
