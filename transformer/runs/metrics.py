@@ -30,7 +30,8 @@ class MetricsLog:
     def __init__(self, workdir: Path, resume_step: int, *, writes=True, tensorboard, wandb, config):
         self._path, self._writes = workdir / "metrics.jsonl", writes
         lines = [line for line in read_metrics(workdir) if line["step"] <= resume_step]
-        self._last = {name: line["step"] for line in lines for name in line}
+        # Name of a value -> the last step that logged it
+        self.last = {name: line["step"] for line in lines for name in line}
         self._board = self._wandb = None
         if not writes:
             return
@@ -46,12 +47,8 @@ class MetricsLog:
             run = {"name": workdir.name, "id": digest[:16], "dir": str(workdir)}
             self._wandb = client.init(project=wandb, config=config, resume="allow", **run)
 
-    def last(self, name: str) -> int | None:
-        """Returns the last step that logged this value."""
-        return self._last.get(name)
-
     def write(self, step: int, **values: float) -> None:
-        self._last |= dict.fromkeys(values, step)
+        self.last |= dict.fromkeys(values, step)
         if not self._writes:
             return
         with self._path.open("a") as file:  # anew: the log of a bucket may have been replaced

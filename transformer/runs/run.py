@@ -73,7 +73,7 @@ class Run:
     def __enter__(self) -> "Run":
         # Evaluators also measure the untrained model, before the first step.
         due = self.evaluation_due() if self.step else self.config.train.evaluators
-        if due and self.log.last("eval/loss") != self.step:
+        if due and self.log.last.get("eval/loss") != self.step:
             self.evaluate()
         return self
 
