@@ -64,10 +64,6 @@ class HarnessLM(TemplateLM):
     def prefix_token_id(self) -> int:
         return self.run.tokenizer.bos
 
-    @property
-    def tokenizer_name(self) -> str:
-        return self.run.tokenizer.sha256
-
     def tok_encode(self, string, add_special_tokens=None, **_):
         ids, bos = self.run.tokenizer.encode([string])[0], self.run.tokenizer.bos
         wanted = self.add_bos_token if add_special_tokens is None else add_special_tokens
