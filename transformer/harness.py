@@ -13,7 +13,7 @@ from pathlib import Path
 
 from lm_eval import simple_evaluate
 from lm_eval.api.model import TemplateLM
-from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
+from lm_eval.models.utils import Collator, handle_stop_sequences, normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import handle_non_serializable, make_table
 
@@ -86,17 +86,14 @@ class HarnessLM(TemplateLM):
         return [sum(next(scores)[0] for _ in of_text) for of_text in parts]
 
     def generate_until(self, requests, disable_tqdm=False):
-        groups: dict[str, list[int]] = {}
-        for i, request in enumerate(requests):
-            groups.setdefault(repr(request.args[1]), []).append(i)
-        results = [""] * len(requests)
-        for members in groups.values():
-            contexts = [requests[i].args[0] for i in members]
-            generated = self._generate(contexts, requests[members[0]].args[1])
-            for i, text in zip(members, generated, strict=True):
-                results[i] = text
-                self.cache_hook.add_partial("generate_until", requests[i].args, text)
-        return results
+        arguments, results = [request.args for request in requests], []
+        groups = Collator(arguments, sort_fn=lambda _: 0, group_by="gen_kwargs")
+        for members in groups.get_batched(n=0):  # all requests with the same options at once
+            contexts, (options, *_) = zip(*members, strict=True)
+            results += self._generate(contexts, options)
+            for request, text in zip(members, results[-len(members) :], strict=True):
+                self.cache_hook.add_partial("generate_until", request, text)
+        return groups.get_original(results)
 
     def _generate(self, contexts: Sequence[str], options: dict) -> list[str]:
         """Generates until `options["until"]`, with the harness's names of options."""
