@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 import numpy as np
 
 from transformer import output
-from transformer.convert.family import Family
+from transformer.convert.family import Constant, Family
 from transformer.convert.fields import printable, shown
 from transformer.convert.weights import Shape, Weight
 from transformer.errors import UserError, from_extra
@@ -52,14 +52,10 @@ class Tensors:
             raise UserError(f"{printable(name)}: {problem}")
         return x
 
-    def shape(self, name: str) -> Shape:
+    def header(self, name: str):
+        """Returns safetensors' object for a tensor: `get_shape`, `get_dtype` (F32, I64, BOOL)."""
         file, key = self._stored[name]
-        return tuple(file.get_slice(key).get_shape())
-
-    def dtype(self, name: str) -> str:
-        """Returns the data type, as named by safetensors: F32, BF16, I64, BOOL."""
-        file, key = self._stored[name]
-        return file.get_slice(key).get_dtype()
+        return file.get_slice(key)
 
 
 def _files(directory: Path) -> dict[str, set[str] | None]:
@@ -134,28 +130,29 @@ def check(
         why = f"which a {kind} model with this config.json does not have"
         raise UserError(f"unexpected tensors, {why}: {listed(extra)}")
     for name in sorted(tensors.names - set(unused)):
-        if (dtype := tensors.dtype(name)) not in FLOATS:
+        if (dtype := tensors.header(name).get_dtype()) not in FLOATS:
             problem = f"holds numbers of type {dtype}, and not one of {', '.join(FLOATS)}"
             raise UserError(f"{printable(name)}: {problem}")
     for weight in weights.values():
-        shape = tensors.shape(weight.theirs)
+        shape = tensors.header(weight.theirs).get_shape()
         expected_shape = weight.shape([shapes[name] for name in weight.ours])
-        if shape != tuple(expected_shape):
+        if tuple(shape) != tuple(expected_shape):
             expected = f"config.json implies {spell(expected_shape)}"
             raise UserError(f"{weight.theirs}: its shape is {spell(shape)}, but {expected}")
     for copy in copies:
         if copy.compared and not np.array_equal(tensors.read(copy.theirs), tensors.read(copy.of)):
             problem = "hold different numbers; separate tensors are not supported"
             raise UserError(f"{copy.theirs} and {copy.of} {problem} for {kind}")
-    for name, expected in constants.items():
-        _check_constant(tensors, name, expected(tensors.shape(name)))
+    for name, formula in constants.items():
+        _check_constant(tensors, name, formula)
 
 
-def _check_constant(tensors: Tensors, name: str, expected: np.ndarray | None) -> None:
-    """Raises UserError unless a tensor equals `expected` to the precision of its type."""
+def _check_constant(tensors: Tensors, name: str, formula: Constant) -> None:
+    """Raises UserError unless a tensor has the values of `formula` to the precision of its type."""
     # float16 has a precision of 2^-10, bfloat16 of 2^-7.
-    tolerance = {"F16": 1e-3, "BF16": 1e-2}.get(tensors.dtype(name), 1e-5)
+    tolerance = {"F16": 1e-3, "BF16": 1e-2}.get(tensors.header(name).get_dtype(), 1e-5)
     values = tensors.read(name).astype(np.float64)
+    expected = formula(values.shape)
     has_shape = expected is not None and values.shape == expected.shape
     if not has_shape or np.abs(values - expected).max(initial=0) > tolerance:
         raise UserError(f"{printable(name)}: differs from the values its formula gives")
