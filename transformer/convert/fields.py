@@ -109,10 +109,7 @@ def changed(table: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, F
     return {name: paired(name, field(x)) for name, x in (table | changes).items()}
 
 
-def shown(value: Any) -> str:
-    """Returns a value from outside as one short line."""
-    return reprlib.repr(value)
-
+shown = reprlib.repr  # a value from outside, as one short line
 
 LABELS = {"num_labels": optional(int), "id2label": optional(dict)}
 """Fields of every config class, which name the classes of a classifier."""
