@@ -39,18 +39,16 @@ def main(argv: list[str] | None = None) -> int:
     except OSError as e:
         reason = "the disk is full" if e.errno == errno.ENOSPC else e.strerror or str(e)
         return _fail(from_os_error(e, f"{e.filename or type(e).__name__}: {reason}"))
-    except RuntimeError as e:
-        if "RESOURCE_EXHAUSTED" not in str(e) and "Out of memory" not in str(e):
-            _exit_if_distributed(1, e)
-            raise
-        smaller = "reduce data.batch_size or the model's size, increase train.accumulate"
-        way_out = f"{smaller}, set model.remat='full', or spread the parameters with mesh.fsdp"
-        return _fail(UserError(f"out of memory ({str(e).splitlines()[0][:120]}); {way_out}"))
     except KeyboardInterrupt:
         _print_error("\ninterrupted")
         _exit_if_distributed(130)
         return 130
     except Exception as e:
+        out_of_memory = "RESOURCE_EXHAUSTED" in str(e) or "Out of memory" in str(e)
+        if out_of_memory and isinstance(e, RuntimeError):
+            smaller = "reduce data.batch_size or the model's size, increase train.accumulate"
+            way_out = f"{smaller}, set model.remat='full', or spread the parameters with mesh.fsdp"
+            return _fail(UserError(f"out of memory ({str(e).splitlines()[0][:120]}); {way_out}"))
         _exit_if_distributed(1, e)
         raise
 
