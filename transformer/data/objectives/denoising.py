@@ -1,6 +1,5 @@
 """Span corruption (Raffel et al. 2020, T5) and its mixtures (Tay et al. 2023, UL2)."""
 
-import dataclasses
 from typing import Annotated, NamedTuple
 
 import numpy as np
@@ -50,7 +49,6 @@ def _cut_randomly(total: int, count: int, generator: np.random.Generator) -> np.
     return np.diff(np.concatenate([[0], cuts, [total]]))
 
 
-@dataclasses.dataclass(frozen=True)
 class _Denoising(Objective):
     """Cuts the joined texts into equal pieces. One of `denoisers`, drawn anew, corrupts each."""
 
