@@ -6,7 +6,6 @@ arrays that are read are compared with their fingerprints in the record (checkpo
 import contextlib
 import dataclasses
 import functools
-import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -47,13 +46,12 @@ class Checkpoints:
         self._config, self._report = config, report
         self._in_bucket = buckets.url_of(Path(workdir))
         self.folder = epath.Path(self._in_bucket or workdir) / "checkpoints"
-        options = ocp.CheckpointManagerOptions(create=True, enable_async_checkpointing=True)
         handlers = {name: ocp.PyTreeCheckpointHandler() for name in ITEMS}
         handlers["host"] = ocp.JsonCheckpointHandler()
         for handler in handlers.values():
             handler.restore = _returning_failures(handler.restore)
         folder = self.folder if self._in_bucket else self.folder.resolve()
-        self._manager = ocp.CheckpointManager(folder, options=options, item_handlers=handlers)
+        self._manager = ocp.CheckpointManager(folder, item_handlers=handlers)
         self._abstract: dict[str, Any] = {}  # shapes and shardings of the items being saved
         self._intact: set[int] = set()  # steps that this process has verified
 
@@ -241,7 +239,7 @@ class Checkpoints:
 
 def size(arrays) -> int:
     """Returns the bytes of arrays, such as those of a checkpoint."""
-    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(arrays))
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arrays))
 
 
 def _items(state: TrainState) -> dict:

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import math
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -55,7 +54,7 @@ def from_hf(directory: Path, workdir: Path, overrides: Mapping[str, str]) -> Exp
         sharding_of = flatten(shardings.params)
         put = lambda path, x: place(x, sharding_of[path])
         params = read_params(family, config.model, tensors, put)
-        parameters = sum(math.prod(x.shape) for x in jax.tree.leaves(params))
+        parameters = sum(x.size for x in jax.tree.leaves(params))
         origin = {"parameters": parameters, "converted_from": str(directory.resolve())}
         checkpoints = Checkpoints(unfinished, config.train)
         checkpoints.save_params(params)

@@ -6,7 +6,6 @@ import hashlib
 import importlib.util
 import io
 import json
-import math
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -251,7 +250,7 @@ def record_run(
     """Step 4: records the run in its directory and returns a summary."""
     config, mesh, params = program.config, program.mesh, program.abstract.params
     backends = attention_backends(config, program.model, params, train[0], mesh)
-    origin = {"parameters": sum(math.prod(x.shape) for x in jax.tree.leaves(params))}
+    origin = {"parameters": sum(x.size for x in jax.tree.leaves(params))}
     origin["data"] = {"objective": type(config.data.chosen).__name__, **data.meta}
     origin |= {"attention_backends": backends, "trained_together": together}
     if is_first():

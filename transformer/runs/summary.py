@@ -38,7 +38,7 @@ def summary(
 
 
 def _model(config: Experiment, mesh: Mesh, params: Any) -> str:
-    number = sum(math.prod(x.shape) for x in jax.tree.leaves(params))
+    number = sum(x.size for x in jax.tree.leaves(params))
     axes = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1)
     devices = count(mesh.size, f"{mesh.devices.flat[0].device_kind} device")
     machine = f"mesh {axes}, {devices}" if axes else devices
