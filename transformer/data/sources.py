@@ -128,7 +128,11 @@ def _lines(file: epath.Path) -> Iterator[tuple[int, str]]:
             if file.suffix == ".gz":
                 stream = opened.enter_context(gzip.open(stream))
             elif file.suffix == ".zst":
-                stream = opened.enter_context(_zstd(stream, file))
+                with from_extra("prepare", f"{file}: needs pyarrow, which comes with"):
+                    import pyarrow
+                # Unlike the package zstandard, pyarrow reports a stream that is cut off.
+                text = pyarrow.CompressedInputStream(stream, "zstd")
+                stream = opened.enter_context(io.BufferedReader(text))
             for number, line in enumerate(stream, 1):
                 yield number, _decode(line, f"{name}:{number}", first=number == 1)
         except (EOFError, zlib.error, OSError) as e:
@@ -289,13 +293,6 @@ def _parquet(file: epath.Path, fields) -> Iterator[Example]:
     except (ArrowInvalid, OSError) as e:
         problem = "damaged after" if number else "not a Parquet file, or damaged before"
         raise UserError(f"{file}: {problem} row {number or 1} ({e})") from None
-
-
-def _zstd(stream, file: epath.Path):
-    """Decompresses a stream. Unlike the package zstandard, pyarrow reports one that is cut off."""
-    with from_extra("prepare", f"{file}: needs pyarrow, which comes with"):
-        import pyarrow
-    return io.BufferedReader(pyarrow.CompressedInputStream(stream, "zstd"))
 
 
 _READERS = {
