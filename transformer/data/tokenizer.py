@@ -48,6 +48,7 @@ class Tokenizer:
     source_prefix_ids: Sequence[int] = ()  # the one that begins a source, or none
     mask: int | None = None  # replaces tokens that are predicted
     adds_bos: bool = True  # whether other libraries begin a text with bos
+    text_ids: np.ndarray  # the ids of the pieces for text: no special tokens, no bytes
     threads: int = os.cpu_count() or 1  # that encode texts
 
     def set_special_tokens(self, config: TokenizerConfig, name: str, **defaults: int) -> None:
@@ -111,11 +112,6 @@ class Tokenizer:
         return self._text([i for i in ids if i not in skip and i < self.vocab_size])
 
     def _text(self, ids: list[int]) -> str:
-        raise NotImplementedError
-
-    @functools.cached_property
-    def text_ids(self) -> np.ndarray:
-        """The ids of the pieces for text: no special tokens, no bytes."""
         raise NotImplementedError
 
     @functools.cached_property

@@ -58,10 +58,8 @@ class _Denoising(Objective):
     has_prefix = True
     generates_text = False  # the model only fills the gaps of a text
     modes = 0  # number of mode tokens
-
-    @property
-    def denoisers(self) -> tuple[Denoiser, ...]:
-        raise NotImplementedError
+    sentinels: int
+    denoisers: tuple[Denoiser, ...]
 
     @property
     def reserved(self):
@@ -69,12 +67,6 @@ class _Denoising(Objective):
 
     def num_added_tokens(self, tokenizer):
         return self.reserved if self._brought(tokenizer) is None else self.modes
-
-    def first_sentinel(self, tokenizer) -> int:
-        """The id of the first sentinel; the ids of the others count down from it. If the tokenizer
-        lacks sentinels, it is the highest reserved id, above the mode tokens."""
-        first = self._brought(tokenizer)
-        return tokenizer.vocab_size + self.reserved - 1 if first is None else first
 
     def _brought(self, tokenizer) -> int | None:
         """The id of the tokenizer's first sentinel; None if it has fewer than `sentinels`."""
@@ -114,7 +106,8 @@ class _Denoising(Objective):
     def segments(self, tokenizer, task, parts, draw):
         ((ids,),), generator, denoisers = parts, draw(), self.denoisers
         denoiser = denoisers[generator.integers(len(denoisers)) if len(denoisers) > 1 else 0]
-        sentinel = self.first_sentinel(tokenizer)
+        if (sentinel := self._brought(tokenizer)) is None:  # the highest reserved id, above modes
+            sentinel = tokenizer.vocab_size + self.reserved - 1
         inputs, targets = denoiser.split(ids, sentinel, tokenizer.eos, generator)
         if denoiser.mode_token >= 0:
             inputs = np.concatenate([[tokenizer.vocab_size + denoiser.mode_token], inputs])
