@@ -13,8 +13,6 @@ from transformer.errors import UserError, nearest
 def from_mapping(cls, values: Mapping, path: str = "", root: type | None = None):
     """Builds the dataclass `cls` from a nested mapping. `path` precedes field names in errors.
     `root` is searched for a misplaced field. Raises UserError for unknown keys and wrong types."""
-    if isinstance(values, cls):
-        return values
     values, root = to_mapping(values), root or cls
     if not isinstance(values, Mapping):
         raise UserError(f"{path.rstrip('.') or 'config'}: expected {table_of(cls)}, got {values!r}")
