@@ -4,13 +4,12 @@ from typing import Annotated
 
 import numpy as np
 
-from transformer.data.objectives import OBJECTIVES
-from transformer.data.objectives.base import Draw, Objective, Segment, Spans, pack, parts
+from transformer.data.objectives.base import Draw, Objective, Segment, Spans, pack, parts, register
 from transformer.errors import UserError
 from transformer.limits import POSITIVE, Rate
 
 
-@OBJECTIVES.register("masked_lm")
+@register("masked_lm")
 class MaskedLM(Objective):
     """Predicts a fraction `rate` of the tokens, drawn anew in every epoch.
 

@@ -4,11 +4,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from transformer.data.objectives import OBJECTIVES
-from transformer.data.objectives.base import Objective, OfParts, Part, given, keep, pack
+from transformer.data.objectives.base import Objective, OfParts, Part, given, keep, pack, register
 
 
-@OBJECTIVES.register("seq2seq")
+@register("seq2seq")
 class Seq2Seq(Objective):
     """Predicts a target y from a source x.
 
