@@ -55,9 +55,8 @@ class Family:
     `aliases` are other names of `fields`, besides the three that every config class has. `prefix`
     is an optional prefix of tensor names (GPT-2's files on the hub omit it); names that begin with
     `head` or one of `heads` never have it. `rename(name, names in the files)` returns a tensor's
-    name in `weights`. `encoder` is the class of the encoder alone, if there is one. `source_begins`
-    is whether a source begins with the bos token. `special_tokens` are Transformers' defaults of
-    those missing from config.json."""
+    name in `weights`. `encoder` is the class of an encoder alone, if any. `source_begins`: sources
+    begin with bos. `special_tokens` are Transformers' defaults of those not in config.json."""
 
     model_type: str
     architecture: str

@@ -123,10 +123,9 @@ def write_labels(number: int) -> dict:
 
 class Fields:
     """The fields of one config.json, or of an object inside it. `table` maps the fields that the
-    family reads to their defaults. `aliases` maps other names of some of these fields to the names
-    in `table` (the `attribute_map` of a config class). `inside` precedes field names in errors:
-    `rope_parameters.`. Raises UserError if a field and its alias have different values, or if a
-    `*_token_id` is not a token ID."""
+    family reads to their defaults. `aliases` maps other names of these to the names in `table` (the
+    `attribute_map` of a config class). `inside` precedes field names in errors: `rope_parameters.`.
+    Raises UserError if a field and its alias differ, or if a `*_token_id` is not a token ID."""
 
     def __init__(
         self, values: Mapping[str, Any], family: str, table: Mapping[str, Any],

@@ -23,10 +23,9 @@ class AttentionStatistics(OneBatch):
             return f"requires attention heads; model.mixer = {plain(task.model.mixer)!r} has none"
 
     def measure(self, subject: Subject, snapshot: Snapshot) -> Metrics:
-        """Yields attention/STATISTIC/SIDE/LAYER/SUBLAYER/HEAD, on one batch
-        (model/attention_statistics.py): entropy, weight on the first and on the previous token,
-        mean distance, largest logit. `induction` (Olsson et al. 2022) is `repeated`, in decoders,
-        on a random sequence that is repeated once."""
+        """Yields attention/STATISTIC/SIDE/LAYER/SUBLAYER/HEAD (model/attention_statistics.py):
+        entropy, weight on the first and on the previous token, mean distance, largest logit. In
+        decoders, `induction` (Olsson et al. 2022) is `repeated` on a random sequence and a copy."""
         model, params = subject.config.model, snapshot.params
         heads = lambda params, batch: subject.watch(params, batch, "heads")[1]["heads"]
         statistics = subject.program("attention", heads)
