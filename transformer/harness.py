@@ -133,9 +133,8 @@ def evaluate_tasks(
     metrics = {}
     for task, values in results["results"].items():
         for name, value in values.items():
-            metric, _, filtered = name.partition(",")
-            metric += f"_{filtered}" if filtered not in ("", "none") else ""
-            if isinstance(value, (int, float)):
+            if isinstance(value, (int, float)):  # "METRIC,FILTER"
+                metric = name.removesuffix(",none").replace(",", "_", 1)
                 metrics[f"tasks/{task}/{metric}"] = float(value)
     append_metrics(run.workdir, run.step, metrics)
     return make_table(results)
