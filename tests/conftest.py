@@ -171,7 +171,7 @@ def masks(*sides) -> dict:
 
 
 def start_decoding(model, params, prompt, slots: int, source=None):
-    """Returns (logits, memory) after the prompt, from `prefill`.
+    """Returns (logits, cache) after the prompt, from `prefill`.
 
     Padding in the prompt and the source is 0.
     """

@@ -223,7 +223,7 @@ def test_prefill_and_later_chunks_match_reference(position):
             decode = lambda params, cache: model.apply(  # noqa: B023
                 params, more, cache, order="contiguous", method="decode"
             )[0]
-            logits[backend] = first, jax.jit(decode)(params, memory.cache)
+            logits[backend] = first, jax.jit(decode)(params, memory)
         assert backends == {backend: ""}
     assert_trees_close(logits["flash"], logits["reference"], atol=1e-4)
 

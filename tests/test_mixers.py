@@ -216,9 +216,9 @@ def test_cached_decoding_in_parts_equals_full_forward_pass(name):
     x, (padding_mask, positions) = tokens(0, 2, 16), left_padded(0, 3)
     whole = apply(params, x, padding_mask=padding_mask, positions=positions)
     start = jax.jit(lambda params, x, mask: prefill(model, params, x, 16, None, mask))
-    logits, memory = start(params, x[:, :8], padding_mask[:, :8])
+    logits, cache = start(params, x[:, :8], padding_mask[:, :8])
     np.testing.assert_allclose(logits, whole[:, 7], atol=1e-4)
-    decode, cache = jax.jit(functools.partial(model.apply, method="decode")), memory.cache
+    decode = jax.jit(functools.partial(model.apply, method="decode"))
     for part in ((8, 9), (9, 12), (12, 13), (13, 16)):
         part_logits, cache = decode(params, x[:, slice(*part)], cache)
         np.testing.assert_allclose(
@@ -328,14 +328,13 @@ def test_beams_share_the_cached_source():
     model, params = make(small("encoder_decoder", position="t5"))
     source, prompt = tokens(3, 2, 6), tokens(4, 2, 1)
     _, memory = start_decoding(model, params, prompt, 8, source)
-    cache = memory.cache.branch(3)
-    memory = memory.replace(cache=cache)
+    cache = memory.branch(3)
     for layer in cache.layers:
         assert isinstance(layer, LayerState)
         slots = layer.mixer.k_BxKxSxH.value
         assert len(slots) == len(layer.source.value.k_BxKxSxH) == 2
     next_tokens = tokens(5, 6, 1)[:, 0]
-    logits, _ = jax.jit(functools.partial(advance, model))(params, next_tokens, memory)
+    logits, _ = jax.jit(functools.partial(advance, model))(params, next_tokens, cache)
     apply = jax.jit(model.apply)
     for beam in range(3):
         rows = jnp.arange(2) * 3 + beam

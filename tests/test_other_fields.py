@@ -37,6 +37,7 @@ from transformer.data.pipeline import Data
 from transformer.data.store import RawText, Texts
 from transformer.data.tokenizer import SentencePiece, train_tokenizer
 from transformer.decoding.generate import Generator
+from transformer.decoding.prefill import decode, reader
 from transformer.mapping import from_mapping
 from transformer.model.network import abstract_params
 from transformer.parallel.mesh import make_mesh, use
@@ -341,7 +342,13 @@ def test_every_decoding_field_has_an_effect():
         batch = config.decoding.batch_size
         shape = lambda dtype, *length: jax.ShapeDtypeStruct((batch, *length), dtype)
         inputs = shape(jnp.int32, 4), shape(bool, 4), shape(jnp.int32), shape(jnp.uint32)
-        return program_text(generate._decode, params, *inputs)
+
+        def run(params, *inputs):
+            state, max_new = generate._begin(params, *inputs)
+            read = reader(generate._model, params)
+            return decode(generate._search, read, state, max_new)
+
+        return program_text(run, params, *inputs)
 
     assert not fields_without_effect(DECODING, of_decoding, {})
 

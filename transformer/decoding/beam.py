@@ -8,7 +8,6 @@ are stored apart from its live beams. Its search stops when no live beam can bea
 so its result does not depend on the other sequences of the batch."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -16,8 +15,9 @@ import jax.numpy as jnp
 from flax import linen as nn, struct
 
 from transformer.decoding.config import check_numbers
-from transformer.decoding.prefill import DecodeState, Ending, begin, decode
+from transformer.decoding.prefill import Ending, begin, decode
 from transformer.decoding.sampling import largest, put
+from transformer.model.cache import Cache
 from transformer.model.special_tokens import Ids
 
 NEVER = -1e9  # the score of beams and hypotheses that do not exist
@@ -32,9 +32,9 @@ class Beams:
     live_logp_BxK: jax.Array  # sorted, best first
     ended_BxKxL: jax.Array
     ended_score_BxK: jax.Array  # sorted, best first
-    token_BxK: jax.Array  # the last tokens of the live ones, which are not in the memory yet
+    token_BxK: jax.Array  # the last tokens of the live ones, which are not in the cache yet
     limits_B: jax.Array
-    memory: DecodeState
+    cache: Cache
 
 
 def length_penalty(length: jax.Array, alpha: float) -> jax.Array:
@@ -43,9 +43,9 @@ def length_penalty(length: jax.Array, alpha: float) -> jax.Array:
 
 
 def _extend(
-    beams: Beams, logits_BxKxV: jax.Array, memory: DecodeState, alpha: float, ending: Ending
+    beams: Beams, logits_BxKxV: jax.Array, cache: Cache, alpha: float, ending: Ending
 ) -> Beams:
-    """Returns the beams with one more token, chosen from the logits after `memory`."""
+    """Returns the beams with one more token, chosen from the logits after `cache`."""
     batch, k, vocab = logits_BxKxV.shape
     open_B = beams.step_B < beams.limits_B
     normalizer_BxK = jax.nn.logsumexp(logits_BxKxV, axis=-1)
@@ -71,9 +71,8 @@ def _extend(
     keep = lambda new, old: jnp.where(open_B.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
     live = keep(pick(text), beams.live_BxKxL), keep(live_logp, beams.live_logp_BxK)
     old_rows = (jnp.arange(batch)[:, None] * k + pick(from_beam)).reshape(-1)
-    memory = replace(memory, cache=memory.cache.reorder(lambda x: x[old_rows]))
-    hypotheses = *live, ended, ended_score
-    return Beams(beams.step_B + 1, *hypotheses, pick(token), beams.limits_B, memory)
+    cache, hypotheses = cache.reorder(lambda x: x[old_rows]), (*live, ended, ended_score)
+    return Beams(beams.step_B + 1, *hypotheses, pick(token), beams.limits_B, cache)
 
 
 def beam_search(
@@ -89,10 +88,10 @@ def beam_search(
     exponent of the length penalty (0: none; higher: longer texts). Otherwise as in `sample`."""
     check_numbers(max_new=max_new, beam_size=beam_size, alpha=alpha)
     inputs = prompt_BxP, limits_B, max_new, source_BxS, prompt_mask_BxP, source_mask_BxS
-    logits_BxV, memory, read = begin(model, params, *inputs)
+    logits_BxV, cache, read = begin(model, params, *inputs)
     ending = Ending.of(model.config, eos_id, pad_id, suppress_tokens)
     search = BeamSearch(ending, beam_size, alpha)
-    state = search.start(logits_BxV, memory, jnp.minimum(limits_B, max_new), None, max_new)
+    state = search.start(logits_BxV, cache, jnp.minimum(limits_B, max_new), None, max_new)
     return search.best(decode(search, read, state, max_new))
 
 
@@ -103,16 +102,16 @@ class BeamSearch(NamedTuple):
     beam_size: int
     alpha: float
 
-    def start(self, logits_BxV, memory: DecodeState, limits_B, keys_B, max_new: int) -> Beams:
+    def start(self, logits_BxV, cache: Cache, limits_B, keys_B, max_new: int) -> Beams:
         (batch, vocab), k = logits_BxV.shape, self.beam_size
-        memory = replace(memory, cache=memory.cache.branch(k))
+        cache = cache.branch(k)
         blank = jnp.full((batch, k, max_new), self.ending.fill_id, jnp.int32)
         one_live = jnp.where(jnp.arange(k) == 0, 0.0, NEVER)  # all beams are equal at the start
         one_live, none = jnp.broadcast_to(one_live, (batch, k)), jnp.full((batch, k), NEVER)
         steps, token = jnp.zeros(batch, jnp.int32), jnp.zeros((batch, k), jnp.int32)
-        beams = Beams(steps, blank, one_live, blank, none, token, limits_B, memory)
+        beams = Beams(steps, blank, one_live, blank, none, token, limits_B, cache)
         logits_BxKxV = jnp.broadcast_to(logits_BxV[:, None], (batch, k, vocab))
-        return _extend(beams, logits_BxKxV, memory, self.alpha, self.ending)
+        return _extend(beams, logits_BxKxV, cache, self.alpha, self.ending)
 
     def active(self, beams: Beams) -> jax.Array:
         """Whether a live beam can still beat the worst ended hypothesis that is kept. No score
@@ -122,9 +121,9 @@ class BeamSearch(NamedTuple):
         return (beams.step_B < beams.limits_B) & (logp_B > NEVER / 2) & can_beat_B
 
     def step(self, read: Callable, beams: Beams) -> Beams:
-        logits, memory = read(beams.token_BxK.reshape(-1), beams.memory)
+        logits, cache = read(beams.token_BxK.reshape(-1), beams.cache)
         logits_BxKxV = logits.reshape(*beams.token_BxK.shape, -1)
-        return _extend(beams, logits_BxKxV, memory, self.alpha, self.ending)
+        return _extend(beams, logits_BxKxV, cache, self.alpha, self.ending)
 
     def texts(self, beams: Beams) -> jax.Array:
         return self.best(beams)[0][:, 0]

@@ -2,21 +2,20 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec as P
 
 from transformer.data.batching import by_width
 from transformer.data.config import Task
 from transformer.data.tokenizer import Tokenizer
+from transformer.decoding.batches import Batches
 from transformer.decoding.beam import BeamSearch
 from transformer.decoding.config import DecodingConfig
-from transformer.decoding.prefill import Ending, Search, begin, decode, reader
-from transformer.decoding.replacement import Replacing
+from transformer.decoding.prefill import Ending, Search, begin
 from transformer.decoding.sampling import Sampling
 from transformer.errors import UserError
 from transformer.mapping import to_mapping
@@ -53,7 +52,6 @@ class Generator:
     tokenizer: Tokenizer | None
     cut: int = 0
     add_bos: bool = True  # whether a prompt begins with bos
-    replaces: bool = True  # whether waiting sequences replace ended ones (replacement.py)
 
     def __post_init__(self):
         if not self.config.objective.generates_text or self.config.model.family == "encoder":
@@ -79,21 +77,12 @@ class Generator:
         lengths = [len(i) + 1 for i in ids]  # with the source's eos, or the prompt's bos
         self.cut += sum(length > room for length in lengths)
         for width, batches in by_width(lengths, room, self.config.decoding.batch_size):
-            for i, tokens in self._outputs(width, batches, ids):
+            inputs = lambda batch, width=width: self._inputs(width, [ids[i] for i in batch], batch)
+            for i, tokens in self._batches.decode(self.params, batches, inputs):
                 out[i] = self._text(ids[i], tokens)
                 progress(done := done + 1)
         self._calls += len(texts)
         return out
-
-    def _outputs(self, width: int, batches: list[list[int]], ids: list[list[int]]) -> Iterator:
-        """Yields (i, the tokens generated for ids[i]) of batches of sequences."""
-        inputs = lambda batch: self._inputs(width, [ids[i] for i in batch], batch)
-        if self.replaces and len(batches) > 2:
-            yield from self._replacing.decode(self.params, batches, inputs)
-            return
-        for batch in batches:
-            outputs = np.asarray(self._compiled(self.params, *inputs(batch)))
-            yield from zip(batch, outputs, strict=False)
 
     def _text(self, prompt: list[int], output: np.ndarray) -> str:
         """Decodes the generated tokens. A continuation keeps the space that it may begin with."""
@@ -128,18 +117,8 @@ class Generator:
         return inputs, real, limits, numbers
 
     @functools.cached_property
-    def _compiled(self) -> Callable:
-        return jax.jit(self._decode, out_shardings=self._replicated)
-
-    @functools.cached_property
-    def _replacing(self) -> Replacing:
-        return Replacing(self._search, self._model, self._begin, self._replicated)
-
-    @property
-    def _replicated(self) -> NamedSharding | None:
-        """The sharding of the texts, which all processes read."""
-        sharding = jax.tree.leaves(self.params)[0].sharding
-        return NamedSharding(sharding.mesh, P()) if isinstance(sharding, NamedSharding) else None
+    def _batches(self) -> Batches:
+        return Batches(self._search, self._model, self._begin, self.params)
 
     @functools.cached_property
     def _search(self) -> Search:
@@ -151,11 +130,6 @@ class Generator:
             return BeamSearch(ending, decoding.beam_size, decoding.length_penalty)
         return Sampling(ending, decoding.temperature, decoding.top_k, decoding.top_p)
 
-    def _decode(self, params, *inputs) -> jax.Array:
-        state, max_new = self._begin(params, *inputs)
-        state = decode(self._search, reader(self._model, params), state, max_new)
-        return self._search.texts(state)
-
     def _begin(self, params, inputs, real, limits, numbers) -> tuple[Any, int]:
         """Returns the state of the search after the prompts, and the length of texts."""
         decoding: DecodingConfig = self.config.decoding
@@ -165,7 +139,7 @@ class Generator:
             source, max_new = inputs, min(inputs.shape[1] + decoding.max_extra, max_length)
             prompt = jnp.full((inputs.shape[0], 1), self.tokenizer.bos, jnp.int32)
             masks = jnp.ones_like(prompt, bool), real
-        logits, memory, _ = begin(self._model, params, prompt, limits, max_new, source, *masks)
+        logits, cache, _ = begin(self._model, params, prompt, limits, max_new, source, *masks)
         keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(self.config.seed), numbers)
         limits = jnp.minimum(limits, max_new)
-        return self._search.start(logits, memory, limits, keys, max_new), max_new
+        return self._search.start(logits, cache, limits, keys, max_new), max_new

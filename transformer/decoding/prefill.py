@@ -8,41 +8,30 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import linen as nn, struct
+from flax import linen as nn
 
 from transformer.errors import UserError
 from transformer.model.cache import Cache
 from transformer.model.config import ModelConfig
 from transformer.model.inputs import check_array, check_range, check_tokens, values
 from transformer.model.layout import unroll
-from transformer.model.masks import Tokens
 from transformer.model.special_tokens import Ids, as_tuple, check_inside
 
 MANY = 128  # new tokens, from which on the cache first has slots for half of them
 
 
-@struct.dataclass
-class DecodeState:
-    """The state of decoding: the cache and, in an encoder-decoder, the positions of the source."""
-
-    cache: Cache
-    source: Tokens | None
-
-
 class Search(Protocol):
-    """A way to choose tokens: `Sampling` or `BeamSearch`.
+    """A way to choose tokens: `Sampling` or `BeamSearch`. A state has an entry per sequence on axis
+    0 of its arrays, or one per beam, in adjacent rows. Its field `cache` is the model's cache."""
 
-    A state has an entry per sequence on axis 0 of its arrays, or one per beam, in adjacent rows. It
-    has the fields `step_B`, the number of tokens that each sequence has got, and `memory`."""
-
-    def start(self, logits_BxV, memory: DecodeState, limits_B, keys_B, max_new: int) -> Any:
+    def start(self, logits_BxV, cache: Cache, limits_B, keys_B, max_new: int) -> Any:
         """Returns the state with one token per sequence."""
-
-    def active(self, state: Any) -> jax.Array:
-        """bool[B], whether the text of a sequence can still change."""
 
     def step(self, read: Callable, state: Any) -> Any:
         """Returns the state with one more token per sequence. `read` is a `reader`."""
+
+    def active(self, state: Any) -> jax.Array:
+        """bool[B], whether the text of a sequence can still change."""
 
     def texts(self, state: Any) -> jax.Array:
         """int32[B, max_new], the best text of each sequence."""
@@ -51,9 +40,9 @@ class Search(Protocol):
 def begin(
     model: nn.Module, params: Any, prompt_BxP: jax.Array | None, limits_B: jax.Array, max_new: int,
     source_BxS: jax.Array | None, *masks: jax.Array | None,
-) -> tuple[jax.Array, DecodeState, Callable]:  # fmt: skip
+) -> tuple[jax.Array, Cache, Callable]:  # fmt: skip
     """Reads the prompts, by default the start token of an encoder-decoder, with `prefill`. Returns
-    its results, and (tokens_B, memory) -> the results of `advance`. Also raises UserError without
+    its results, and (tokens_B, cache) -> the results of `advance`. Also raises UserError without
     prompt and start token, and unless `limits_B` is an array with one entry per prompt."""
     _check(model, prompt_BxP, source_BxS)
     if prompt_BxP is None:
@@ -71,31 +60,40 @@ def begin(
         raise UserError(f"limits_B: {found}, but there are {len(prompt_BxP)} prompts; {way_out}")
     slots = prompt_BxP.shape[1]
     _check(model, prompt_BxP, source_BxS, slots + max_new - 1)  # nothing follows the last token
-    logits_BxV, memory = prefill(model, params, prompt_BxP, slots, source_BxS, *masks)
-    return logits_BxV, memory, reader(model, params)
+    logits_BxV, cache = prefill(model, params, prompt_BxP, slots, source_BxS, *masks)
+    return logits_BxV, cache, reader(model, params)
 
 
 def decode(search: Search, read: Callable, state: Any, max_new: int) -> Any:
     """Continues a search until all sequences have ended. The cache gets slots for `max_new` tokens:
     for half of them at first if they are many, because a step also reads empty slots."""
     half = max_new // 2 if max_new >= MANY else 0
-    for end, tokens in ((half + 1, half), (max_new, max_new - half))[half == 0 :]:
-        runs = lambda s, end=end: jnp.any(search.active(s) & (s.step_B < end))
-        state = jax.lax.while_loop(runs, functools.partial(search.step, read), grow(state, tokens))
+    for tokens in (half, max_new - half)[half == 0 :]:
+        state = decode_until(search, read, grow(state, tokens), 0)
     return state
+
+
+def decode_until(search: Search, read: Callable, state: Any, active: int | jax.Array) -> Any:
+    """Continues a search until at most `active` sequences are active, or all slots are used."""
+
+    def runs(state):
+        has_room = state.cache.index + state.cache.beams <= state.cache.tokens.segments_BxT.shape[1]
+        return has_room & (jnp.sum(search.active(state)) > active)
+
+    return jax.lax.while_loop(runs, functools.partial(search.step, read), state)
 
 
 def grow(state: Any, tokens: int) -> Any:
     """Returns the state of a search with slots for `tokens` more tokens in its cache."""
-    return state.replace(memory=state.memory.replace(cache=state.memory.cache.grow(tokens)))
+    return state.replace(cache=state.cache.grow(tokens))
 
 
 def prefill(
     model: nn.Module, params: Any, prompt_BxP: jax.Array, slots: int,
     source_BxS: jax.Array | None = None, prompt_mask_BxP: jax.Array | None = None,
     source_mask_BxS: jax.Array | None = None,
-) -> tuple[jax.Array, DecodeState]:  # fmt: skip
-    """Reads the prompts. Returns the logits of the next token, [B, V], and the memory, with room
+) -> tuple[jax.Array, Cache]:  # fmt: skip
+    """Reads the prompts. Returns the logits of the next token, [B, V], and the cache, with room
     for `slots` tokens including the prompt. The masks are True at real tokens (default: all).
     Prompts of unequal length are padded on the left, sources on the right. Raises UserError for
     arrays of the wrong shape or type, for a prompt mask with padding on the right (if its values
@@ -119,7 +117,7 @@ def prefill(
     if source_BxS is not None:
         encoded = model.apply(params, source_BxS, padding_mask=source_mask_BxS, method="encode")
     logits, cache = model.apply(params, prompt_BxP, cache, *encoded, method="decode", **options)
-    return logits[:, -1], DecodeState(cache, encoded[1] if encoded else None)
+    return logits[:, -1], cache.replace(source=encoded[1] if encoded else None)
 
 
 def _check(model: nn.Module, prompt_BxP: Any, source_BxS: Any, slots: int = 0) -> None:
@@ -149,17 +147,17 @@ def unrolled(model: nn.Module, params: Any) -> tuple[nn.Module, Any]:
 
 
 def reader(model: nn.Module, params: Any) -> Callable:
-    """Returns the function (tokens_B, memory) -> the results of `advance`."""
+    """Returns the function (tokens_B, cache) -> the results of `advance`."""
     return functools.partial(advance, *unrolled(model, params))
 
 
 def advance(
-    model: nn.Module, params: Any, tokens_B: jax.Array, memory: DecodeState
-) -> tuple[jax.Array, DecodeState]:
-    """Reads one token per sequence. Returns the logits of the next one, [B, V], and the memory."""
-    encoder = () if memory.source is None else (None, memory.source)
-    logits, cache = model.apply(params, tokens_B[:, None], memory.cache, *encoder, method="decode")
-    return logits[:, -1], memory.replace(cache=cache)
+    model: nn.Module, params: Any, tokens_B: jax.Array, cache: Cache
+) -> tuple[jax.Array, Cache]:
+    """Reads one token per sequence. Returns the logits of the next one, [B, V], and the cache."""
+    encoder = () if cache.source is None else (None, cache.source)
+    logits, cache = model.apply(params, tokens_B[:, None], cache, *encoder, method="decode")
+    return logits[:, -1], cache
 
 
 class Ending(NamedTuple):

@@ -14,8 +14,9 @@ import jax.numpy as jnp
 from flax import linen as nn, struct
 
 from transformer.decoding.config import check_numbers
-from transformer.decoding.prefill import DecodeState, Ending, begin, decode
+from transformer.decoding.prefill import Ending, begin, decode
 from transformer.errors import UserError
+from transformer.model.cache import Cache
 from transformer.model.sharding import platform
 from transformer.model.special_tokens import Ids
 
@@ -47,20 +48,20 @@ def sample(
     vocabulary, prompts padded on the right, too many tokens, and what `DecodingConfig` refuses."""
     check_numbers(max_new=max_new, temperature=temperature, top_k=top_k, top_p=top_p)
     inputs = source_BxS, prompt_mask_BxP, source_mask_BxS
-    logits_BxV, memory, read = begin(model, params, prompt_BxP, limits_B, max_new, *inputs)
+    logits_BxV, cache, read = begin(model, params, prompt_BxP, limits_B, max_new, *inputs)
     ending = Ending.of(model.config, eos_id, pad_id, suppress_tokens)
     if temperature:
         batch, typed = len(logits_BxV), jnp.issubdtype(keys_B.dtype, jax.dtypes.prng_key)
         if keys_B.ndim != (1 if typed else 2) or len(keys_B) != batch:
             raise UserError(f"keys: expected [{batch}] keys; use jax.random.split(key, {batch})")
     search = Sampling(ending, temperature, top_k, top_p)
-    state = search.start(logits_BxV, memory, jnp.minimum(limits_B, max_new), keys_B, max_new)
+    state = search.start(logits_BxV, cache, jnp.minimum(limits_B, max_new), keys_B, max_new)
     return search.texts(decode(search, read, state, max_new))
 
 
 @struct.dataclass
 class Sampled:
-    """The tokens of each sequence, of which the last one is not in the memory yet."""
+    """The tokens of each sequence, of which the last one is not in the cache yet."""
 
     step_B: jax.Array
     out_BxL: jax.Array
@@ -68,7 +69,7 @@ class Sampled:
     token_B: jax.Array
     limits_B: jax.Array
     keys_B: jax.Array
-    memory: DecodeState
+    cache: Cache
 
 
 class Sampling(NamedTuple):
@@ -79,27 +80,27 @@ class Sampling(NamedTuple):
     top_k: int
     top_p: float
 
-    def start(self, logits_BxV, memory: DecodeState, limits_B, keys_B, max_new: int) -> Sampled:
+    def start(self, logits_BxV, cache: Cache, limits_B, keys_B, max_new: int) -> Sampled:
         zeros = jnp.zeros(limits_B.shape, jnp.int32)
         blank_BxL = jnp.full((len(limits_B), max_new), self.ending.fill_id, jnp.int32)
-        start = Sampled(zeros, blank_BxL, limits_B <= 0, zeros, limits_B, keys_B, memory)
-        return self._emit(start, logits_BxV, memory)
+        start = Sampled(zeros, blank_BxL, limits_B <= 0, zeros, limits_B, keys_B, cache)
+        return self._emit(start, logits_BxV, cache)
 
     def active(self, state: Sampled) -> jax.Array:
         return ~state.done_B
 
     def step(self, read: Callable, state: Sampled) -> Sampled:
-        return self._emit(state, *read(state.token_B, state.memory))
+        return self._emit(state, *read(state.token_B, state.cache))
 
     def texts(self, state: Sampled) -> jax.Array:
         return state.out_BxL
 
-    def _emit(self, state: Sampled, logits_BxV: jax.Array, memory: DecodeState) -> Sampled:
+    def _emit(self, state: Sampled, logits_BxV: jax.Array, cache: Cache) -> Sampled:
         step_B, token_B = state.step_B, self._draw(logits_BxV, state.keys_B, state.step_B)
         token_B = jnp.where(state.done_B, self.ending.fill_id, token_B)
         out_BxL = put(state.out_BxL, step_B, token_B)
         done_B = state.done_B | self.ending.ends(token_B) | (step_B + 1 >= state.limits_B)
-        return Sampled(step_B + 1, out_BxL, done_B, token_B, state.limits_B, state.keys_B, memory)
+        return Sampled(step_B + 1, out_BxL, done_B, token_B, state.limits_B, state.keys_B, cache)
 
     def _draw(self, logits_BxV, keys_B, step_B) -> jax.Array:
         logits_BxV = self.ending.suppress(logits_BxV, -jnp.inf)

@@ -60,7 +60,8 @@ class Cache:
     layers: tuple[LayerState, ...]
     tokens: Tokens  # one entry per slot. Empty slots have segment 0, so masks hide them
     index: jax.Array  # int32[], the next slot of all sequences, as prompts are padded on the left
-    windows: tuple[int, ...] = struct.field(pytree_node=False)  # of the layers; 0: none
+    source: Tokens | None = None  # those of the encoder's output
+    windows: tuple[int, ...] = struct.field(pytree_node=False, default=())  # of layers; 0: none
     beams: int = struct.field(pytree_node=False, default=1)  # rows that share a sentence's slots
 
     def append(self, tokens: Tokens) -> Tokens:
@@ -121,7 +122,9 @@ class Cache:
             return choose(old, jax.lax.dynamic_update_slice_in_dim(empty, new, start, axis=1))
 
         layers = jax.tree.map(put, self.layers, new.layers, is_leaf=_is_shared)
-        return self.replace(layers=layers, tokens=jax.tree.map(put_tokens, self.tokens, new.tokens))
+        source = jax.tree.map(choose, self.source, new.source)
+        tokens = jax.tree.map(put_tokens, self.tokens, new.tokens)
+        return self.replace(layers=layers, tokens=tokens, source=source)
 
     def reorder(self, select: Callable[[jax.Array], jax.Array]) -> "Cache":
         """Applies `select`, an indexing of axis 0, to the batch axis of everything but `Shared`."""
@@ -165,7 +168,7 @@ def empty_cache(config: ModelConfig, batch: int, slots: int) -> Cache:
     layers, zeros = config.layers("decoder"), jnp.zeros((batch, slots), jnp.int32)
     states = tuple(LayerState(_empty_state(layer, batch, slots)) for layer in layers)
     windows = tuple(layer.window for layer in layers)
-    return Cache(states, Tokens(zeros, zeros), jnp.zeros((), jnp.int32), windows)
+    return Cache(states, Tokens(zeros, zeros), jnp.zeros((), jnp.int32), windows=windows)
 
 
 def _empty_state(layer: ModelConfig, batch: int, slots: int) -> State:

@@ -1,9 +1,9 @@
 """Decodes a run's test set with and without replacing sentences that have ended.
 
-    python experiments/benchmarks/replacement.py --workdir=runs/quickstart [--rounds=3]
+    python experiments/benchmarks/decoding_batches.py --workdir=runs/quickstart [--rounds=3]
 
 Without replacement, a batch runs until its longest text ends. With it, waiting sentences take the
-places of those that have ended (transformer/decoding/replacement.py). Decodes the sources of the
+places of those that have ended (transformer/decoding/batches.py). Decodes the sources of the
 test set with one beam and with four, in alternation. Prints the median time of both, the median,
 minimum and maximum of their ratio over the rounds, and the share of equal texts. Compilation is
 not included.
@@ -30,22 +30,24 @@ def main():
     run = transformer.load_run(args.workdir)
     data = open_data(run.config, tokenizer_file(run.workdir))
     sources, _ = group(data.examples("test"))
-    print(f"{len(sources)} sentences, in batches of {DecodingConfig().batch_size}")
+    size = DecodingConfig().batch_size
+    lengths = [len(ids) for ids in run.tokenizer.encode(sources)]
+    sources = [source for _, source in sorted(zip(lengths, sources, strict=True), reverse=True)]
+    batches = [sources[n : n + size] for n in range(0, len(sources), size)]
+    print(f"{len(sources)} sentences, in batches of {size}")
     print("beams  without   with  ratio (minimum to maximum)  equal texts")
     for beams in (1, 4):
         config = dataclasses.replace(run.config, decoding=DecodingConfig(beam_size=beams))
-        generators = [
-            Generator(config, run.params, run.tokenizer, replaces=replaces)
-            for replaces in (False, True)
-        ]
-        texts = [generate(sources) for generate in generators]  # also compiles
+        generate = Generator(config, run.params, run.tokenizer)
+        run_batches = lambda batches, generate=generate: [t for x in batches for t in generate(x)]
+        texts = [run_batches(x) for x in (batches, [sources])]  # also compiles
         equal = sum(map(str.__eq__, *texts)) / len(sources)
         seconds = []
         for _ in range(args.rounds):
             starts = []
-            for generate in generators:
+            for side in (batches, [sources]):
                 start = time.perf_counter()
-                generate(sources)
+                run_batches(side)
                 starts.append(time.perf_counter() - start)
             seconds.append(starts)
         without, replaced = (statistics.median(column) for column in zip(*seconds, strict=True))
