@@ -65,12 +65,9 @@ def needed(inputs: Inputs, T: int, S: int, sizes: tuple[int, int]) -> tuple[tupl
 
 def cut(tree, size: int):
     """Reshapes arrays [B, T, ...] to [T / size, B, size, ...], padded with tokens of segment 0."""
-
-    def cut_leaf(x):
-        x = jnp.pad(x, [(0, 0), (0, -x.shape[1] % size)] + [(0, 0)] * (x.ndim - 2))
-        return jnp.moveaxis(x.reshape(x.shape[0], -1, size, *x.shape[2:]), 1, 0)
-
-    return jax.tree.map(cut_leaf, tree)
+    pad = lambda x: jnp.pad(x, [(0, 0), (0, -x.shape[1] % size)] + [(0, 0)] * (x.ndim - 2))
+    split = lambda x: jnp.moveaxis(x.reshape(x.shape[0], -1, size, *x.shape[2:]), 1, 0)
+    return jax.tree.map(lambda x: split(pad(x)), tree)
 
 
 def join(x_IxBxt: jax.Array) -> jax.Array:
