@@ -121,10 +121,8 @@ class Running:
     def nothing(q_IxBxtxNxH: jax.Array, d_value: int, sink_N: jax.Array | None) -> "Running":
         """Before the first key. A sink is a key whose logit is its own and whose value is zero."""
         blocks, batch, size, heads, _ = q_IxBxtxNxH.shape
-        shape = (blocks, batch, heads, size)
-        lse = jnp.full(shape, LOWEST)
-        if sink_N is not None:
-            lse = jnp.broadcast_to(sink_N.astype(jnp.float32)[:, None], shape)
+        first = LOWEST if sink_N is None else sink_N.astype(jnp.float32)[:, None]
+        lse = jnp.full((blocks, batch, heads, size), first)
         return Running(jnp.zeros((blocks, batch, size, heads, d_value)), lse)
 
     def add(self, i, out_BxtxNxV: jax.Array, lse_BxNxt: jax.Array) -> "Running":
