@@ -101,9 +101,8 @@ class Einsum:
         mask = mask_Bxtxs[:, None]
         log_weights = jnp.where(mask, logits_BxNxtxs - lse[..., None], 0.0)
         weights = jnp.where(mask, jnp.exp(log_weights), 0.0)
-        options = mask_Bxtxs, jnp.float32
-        apply_weights = lambda w, v, position: read(w, v, with_scheme(position), *options)
-        _, pull_read = jax.vjp(apply_weights, weights, v, position)
+        apply = lambda w, v, position: read(w, v, with_scheme(position), mask_Bxtxs, jnp.float32)
+        _, pull_read = jax.vjp(apply, weights, v, position)
         d_weights, d_v, d_position_of_read = pull_read(d_out.astype(jnp.float32))
         d_q, d_k, d_position_of_logits = pull_logits(weights * (d_weights - delta[..., None]))
         add = lambda a, b: a.astype(jnp.float32) + b.astype(jnp.float32)
