@@ -62,11 +62,8 @@ def ring(q_BxTxNxH, k_BxSxKxH, v_BxSxKxH, inputs: Inputs, inner=None) -> jax.Arr
         out, lse = device_forward(*args)
         return out, (*args, out, lse)
 
-    def backward(residuals, d_out):
-        return *device_backward(*residuals, d_out), None
-
     attention = jax.custom_vjp(lambda *args: forward(*args)[0])
-    attention.defvjp(forward, backward)
+    attention.defvjp(forward, lambda saved, d_out: (*device_backward(*saved, d_out), None))
     return attention(q_BxTxNxH, k_BxSxKxH, v_BxSxKxH, learned, fixed)
 
 
