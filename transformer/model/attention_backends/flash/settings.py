@@ -40,16 +40,14 @@ class Settings(NamedTuple):
         """Returns the shape and type of a result that belongs to `x`."""
         return jax.ShapeDtypeStruct(shape, jnp.float32 if self.exact else x.dtype)
 
-    def call(self, kernel: Callable, **arguments) -> Callable:
+    def call(self, kernel: Callable, name: str, out_shape: list, **grid) -> Callable:
         """Returns `pallas_call` of kernel(settings, schedule, seed, ...) over a grid. The grid is
         (heads, sequences, blocks). Heads may run on several cores."""
-        fields = ("grid", "in_specs", "out_specs", "scratch_shapes")
-        grid_spec = {field: arguments.pop(field) for field in fields}
         semantics = ("parallel", "arbitrary", "arbitrary")
         params = pltpu.CompilerParams(dimension_semantics=semantics, vmem_limit_bytes=self.vmem)
-        arguments |= {"compiler_params": params, "interpret": self.interpret}
-        grid_spec = pltpu.PrefetchScalarGridSpec(num_scalar_prefetch=2, **grid_spec)
-        return pl.pallas_call(functools.partial(kernel, self), grid_spec=grid_spec, **arguments)
+        options = {"name": name, "compiler_params": params, "interpret": self.interpret}
+        spec = pltpu.PrefetchScalarGridSpec(num_scalar_prefetch=2, **grid)
+        return pl.pallas_call(functools.partial(kernel, self), out_shape, grid_spec=spec, **options)
 
     def logits(self, products: jax.Array, table_ref, start, limits: Limits | None) -> jax.Array:
         """Returns the logits of a tile from its scaled products of queries and keys. `limits` is
