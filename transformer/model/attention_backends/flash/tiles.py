@@ -108,8 +108,7 @@ class Limits:
 
 def write_column(column_ref, row_ref) -> None:
     """Copies [1, t] to [t, LANES]: element t to all lanes of row t."""
-    row_1xt = row_ref[...]
-    column_ref[...] = jnp.broadcast_to(row_1xt, (LANES, row_1xt.shape[1])).T
+    column_ref[...] = jnp.broadcast_to(row_ref[...], (LANES, row_ref.shape[1])).T
 
 
 def widen(x_txL: jax.Array, width: int) -> jax.Array:
