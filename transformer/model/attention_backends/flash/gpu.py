@@ -282,9 +282,8 @@ def _of_bias(tiles: Tiles, total_ref) -> None:
     diagonal = tiles.block + 1 - reach // size  # of queries' minus keys' blocks
 
     def step(i, total):
-        def add(total):
-            return total + tiles.gradients(tiles.side(False, i), tiles.side(True, i - diagonal))[1]
-
+        sides = lambda: (tiles.side(False, i), tiles.side(True, i - diagonal))
+        add = lambda total: total + tiles.gradients(*sides())[1]
         return lax.cond(states[i, i - diagonal] > EMPTY, add, lambda total: total, total)
 
     first, end = jnp.maximum(diagonal, 0), jnp.minimum(others + diagonal, blocks)
