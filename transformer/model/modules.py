@@ -44,12 +44,9 @@ def matrix(
     """Declares the parameter `kernel`, [*inputs, *outputs], and returns it for use in a product.
     The result has the config's `dtype` and is gathered along d_model. Initial values are those of
     the matrix [prod(inputs), prod(outputs)], times `gain`. `names` are logical axis names."""
-    cfg = module.config
-
-    def init(key, shape, dtype):
-        base = matrix_init(cfg.initializer, cfg.init_std, gain)
-        return base(key, (math.prod(inputs), math.prod(outputs)), dtype).reshape(shape)
-
+    cfg, flat = module.config, (math.prod(inputs), math.prod(outputs))
+    base = matrix_init(cfg.initializer, cfg.init_std, gain)
+    init = lambda key, shape, dtype: base(key, flat, dtype).reshape(shape)
     kernel = declare(module, "kernel", init, names, (*inputs, *outputs))
     return gathered(kernel.astype(cfg.dtype), names)
 
