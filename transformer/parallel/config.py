@@ -22,8 +22,7 @@ class MeshConfig:
     slices: Literal["data", "stage", "fsdp"] = "data"  # the axis that spans several TPU slices
 
     def __post_init__(self):
-        sizes = self.sizes
-        for axis, size in sizes.items():
+        for axis, size in (sizes := self.sizes).items():
             if size < 1 and size != -1:
                 way_out = "set 1 or more, or -1 for the remaining devices"
                 raise UserError(f"mesh.{axis}: {size} is not a number of devices; {way_out}")
