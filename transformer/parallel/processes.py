@@ -187,7 +187,6 @@ def _connect(coordinator: str, count: int, index: int, wait: float) -> dict[int,
                 connection, _ = server.accept()
                 connection.settimeout(10)
                 number, total, hostname = json.loads(_read_line(connection))
-                conflict = ""
                 if total != count:
                     where = f"process {number} on {hostname}"
                     counts = f"{total} processes, but process 0 for {count}"
@@ -195,11 +194,10 @@ def _connect(coordinator: str, count: int, index: int, wait: float) -> dict[int,
                 elif number in hosts:
                     twice = f"process {number} runs twice, on {hosts[number]} and {hostname}"
                     conflict = f"{twice}; give each process a different number"
-                if conflict:
-                    _reply([connection], UserError(conflict))
+                else:
+                    hosts[number], connections[number] = hostname, connection
                     continue
-                hosts[number] = hostname
-                connections[number] = connection
+                _reply([connection], UserError(conflict))
         missing = [str(i) for i in range(count) if i not in hosts]
         noun = "process" if len(missing) == 1 else "processes"
         present = ", ".join(f"{i} ({hostname})" for i, hostname in sorted(hosts.items()))
