@@ -51,11 +51,10 @@ def start_processes() -> bool:
     wait = _seconds("TRANSFORMER_WAIT", WAIT)
     heartbeat = _seconds("TRANSFORMER_HEARTBEAT", HEARTBEAT)
     connections = _connect(coordinator, count, index, wait)
-    for number, connection in connections.items():
+    for i, connection in connections.items():
         connection.settimeout(None)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        args = number, connection, connections
-        threading.Thread(target=_listen, args=args, daemon=True).start()
+        threading.Thread(target=_listen, args=(i, connection, connections), daemon=True).start()
     jax.config.update("jax_enable_preemption_service", False)  # it would handle SIGTERM
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     timeouts = {"initialization_timeout": int(wait), "heartbeat_timeout_seconds": int(heartbeat)}
