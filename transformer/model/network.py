@@ -160,8 +160,7 @@ class _OneStack(_Family):
 
     def features(self, tokens_BxT, **options) -> tuple[jax.Array, Head]:
         """Returns the head's input, [B, T, E], and the head. Options as for `hidden`."""
-        h_BxTxD, _ = self.hidden(tokens_BxT, **options)
-        return self.read(h_BxTxD)
+        return self.read(self.hidden(tokens_BxT, **options)[0])
 
     def classify(self, tokens_BxT, **options) -> jax.Array:
         """Returns label logits, float32[B, num_labels], or else h_pooled; [B, T, ...] unpooled."""
@@ -208,8 +207,7 @@ class EncoderDecoder(_Family):
     """An encoder-decoder model: the decoder attends to its tokens and to the encoder's output."""
 
     def setup(self):
-        cfg = self.config
-        own = cfg.stack("encoder")
+        cfg, own = self.config, self.config.stack("encoder")
         self.embedding = Embedding(own)
         self.target_embedding = self.embedding if cfg.share_embeddings else Embedding(cfg)
         self.encoder, self.decoder = Stack(own, "encoder"), Stack(cfg, "decoder")
@@ -233,8 +231,7 @@ class EncoderDecoder(_Family):
         """Returns the encoder's output, [B, S, D], and its tokens."""
         tokens = locate(self.config, source_BxS, "source", **options)
         dropout = {"deterministic": deterministic, "dropout_rate": dropout_rate}
-        encoded_BxSxD, _ = self.encoder(self.embedding(source_BxS), tokens, **dropout)
-        return encoded_BxSxD, tokens
+        return self.encoder(self.embedding(source_BxS), tokens, **dropout)[0], tokens
 
     def decode(
         self, target_BxT, cache: Cache, encoded_BxSxD: jax.Array | None, encoded_tokens: Tokens, *,
