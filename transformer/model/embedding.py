@@ -1,6 +1,5 @@
-"""Embedding and heads: from tokens to vectors, and from vectors to logits of tokens or labels.
-Shape suffixes: B batch, T length, D d_model, E d_embedding or d_model, V vocabulary, Y types,
-C num_labels."""
+"""Embedding and heads: from tokens to vectors and from vectors to logits of tokens or labels. Shape
+suffixes: B batch, T length, D d_model, E embedding_size, V vocabulary, Y types, C num_labels."""
 
 import jax
 import jax.numpy as jnp
