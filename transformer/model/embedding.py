@@ -92,8 +92,7 @@ class Head:
         d_matrix_ExV = jnp.einsum("BTE,BTV->EV", h_BxTxE, d_BxTxV, **float32)
         # Without it, XLA folds the transpose below into the product, which CPUs lack in bfloat16.
         d_matrix_ExV = jax.lax.optimization_barrier(d_matrix_ExV)
-        has_bias = self.bias_V is not None
-        d_bias_V = jnp.sum(d_BxTxV, axis=(0, 1), dtype=jnp.float32) if has_bias else None
+        d_bias_V = None if self.bias_V is None else jnp.sum(d_BxTxV, axis=(0, 1), dtype=jnp.float32)
         return d_h_BxTxE, self.replace(matrix_VxE=d_matrix_ExV.T, bias_V=d_bias_V)
 
 
