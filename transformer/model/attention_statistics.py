@@ -18,7 +18,7 @@ def weights(q_BxTxNxH, k_BxSxKxH, inputs: Inputs) -> tuple[jax.Array, jax.Array,
 
 
 def heads(q_BxTxNxH: jax.Array, k_BxSxKxH: jax.Array, inputs: Inputs) -> dict[str, jax.Array]:
-    """Computes statistics of each head, float32[N].
+    """Computes statistics of each head, float32[N]. Memory: B N 256 S numbers.
 
     All but `logit` are means over the queries that can attend to at least two keys; w is a weight.
 
@@ -29,9 +29,7 @@ def heads(q_BxTxNxH: jax.Array, k_BxSxKxH: jax.Array, inputs: Inputs) -> dict[st
     repeated   weight on the token T / 2 - 1 positions back, over queries that have one: if the
                second half of a sequence repeats the first, the prefix-matching score of induction
                heads (Olsson et al. 2022)
-    logit      the largest logit
-
-    Memory: B N 256 S numbers."""
+    logit      the largest logit"""
 
     def block_statistics(block):
         q_BxtxNxH, tokens = block
