@@ -58,8 +58,7 @@ def heads(q_BxTxNxH: jax.Array, k_BxSxKxH: jax.Array, inputs: Inputs) -> dict[st
 
     to_batch = lambda x: jnp.broadcast_to(x, (len(q_BxTxNxH), *x.shape[1:]))
     size, q_tokens = min(BLOCK, q_BxTxNxH.shape[1]), jax.tree.map(to_batch, inputs.q_tokens)
-    blocks = cut((q_BxTxNxH, q_tokens), size)
-    sums, largest_IxN = jax.lax.map(block_statistics, blocks)
+    sums, largest_IxN = jax.lax.map(block_statistics, cut((q_BxTxNxH, q_tokens), size))
     mean = lambda x, count: jnp.sum(x, axis=0) / jnp.maximum(jnp.sum(count), 1)
     means = {name: mean(*sum_and_count) for name, sum_and_count in sums.items()}
     return means | {"logit": jnp.max(largest_IxN, axis=0)}
