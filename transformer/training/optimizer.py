@@ -113,8 +113,7 @@ def _decay(weight_decay: float, rules) -> optax.GradientTransformation:
     def add(path, u, w, is_decayed):
         return u + weight_decay * rules[path_name(path)][1].weight_decay * w if is_decayed else u
 
-    to_all = lambda us, ws: jax.tree_util.tree_map_with_path(add, us, ws, decayed(ws))
-    return optax.stateless(to_all)
+    return optax.stateless(lambda us, ws: jax.tree.map_with_path(add, us, ws, decayed(ws)))
 
 
 def decayed(params):
