@@ -4,7 +4,6 @@ Shape suffixes: B batch, T query length, S key length, D d_model, N query heads,
 H head size (d_value for values)."""
 
 import dataclasses
-import functools
 from typing import NamedTuple
 
 import jax
@@ -39,6 +38,7 @@ class SelfAttention(Mixer):
     fields = frozenset(SHARED_FIELDS) - {"cross_position"}
     hooks = frozenset({"embed", "project", "rotate", "bias", "score", "value"})
     observes = frozenset({"heads", "maps"})
+    module = lambda self, side: Attention
 
     def check(self, config, side):
         if config.attention_score == "additive" and "rotate" in build(config.layer_position).hooks:
@@ -49,9 +49,6 @@ class SelfAttention(Mixer):
             outputs = f"num_heads * d_value = {size} outputs, but model.d_model = {config.d_model}"
             return f"model.attention_out: False leaves {outputs}; set it to True, or change a size"
         return None
-
-    def build(self, config, side, gain, out_gain):
-        return functools.partial(Attention, config, self, side, gain, out_gain)
 
     def empty_state(self, config, batch, slots):
         """Returns empty keys and values. A layer with a window has at most `window` slots."""
@@ -66,6 +63,7 @@ class CrossAttention(Mixer):
     scope = "cross_attention"
     fields = frozenset(SHARED_FIELDS) - {"window", "attention_layer_scale", "canon"}
     observes = SelfAttention.observes
+    module = lambda self, side: SourceAttention
 
     def check(self, config, side):
         try:
@@ -88,9 +86,6 @@ class CrossAttention(Mixer):
 
     def facts(self, config, facts):
         return dataclasses.replace(facts, d_head=config.head_size, causal=False)
-
-    def build(self, config, side, gain, out_gain):
-        return functools.partial(SourceAttention, config, self, side, gain, out_gain)
 
 
 class Attention(base.MixerModule):

@@ -10,6 +10,7 @@ cross-attention uses them too. A mixer lists those that it reads in `fields`; ot
 Shape suffixes: B batch, T length of the stack's tokens, S length of the source, D d_model."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -91,6 +92,10 @@ class Mixer:
         """Returns the stack's facts, adapted to the heads that a position scheme acts on."""
         return facts
 
+    def module(self, side: str) -> type["MixerModule"]:
+        """Returns the class of the module in a stack, for `build`."""
+        raise NotImplementedError
+
     def build(
         self, config: Config, side: str, gain: float, out_gain: float
     ) -> Callable[..., nn.Module]:
@@ -106,7 +111,7 @@ class Mixer:
 
         Products of token pairs, which a mask can exclude, go into the scope `masks.pairs`. Only the
         share that the mask allows counts as FLOPs (planning/model_flops.py)."""
-        raise NotImplementedError
+        return functools.partial(self.module(side), config, self, side, gain, out_gain)
 
     def empty_state(self, config: Config, batch: int, slots: int) -> State:
         """Returns a layer's state before the first token, with `slots` slots per sequence."""

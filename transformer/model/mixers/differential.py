@@ -1,8 +1,6 @@
 """Differential attention (Ye et al. 2024, arXiv:2410.05258). Shape suffixes: B batch, T query
 length, S key length, D d_model, N query heads, K key heads, H head size, V 2 d_value."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
@@ -30,15 +28,13 @@ class Differential(SelfAttention):
         "attention_gate", "attention_sink", "v_norm", "value_residual",
     }  # fmt: skip
     hooks = frozenset({"embed", "rotate", "bias", "score"})
+    module = lambda self, side: DifferentialAttention
 
     def check(self, config, side):
         if config.kv_heads % 2:
             field = "num_kv_heads" if config.num_kv_heads else "num_heads"
             return f"model.{field}: {config.kv_heads} is odd, and 'differential' pairs heads"
         return super().check(config, side)
-
-    def build(self, config, side, gain, out_gain):
-        return functools.partial(DifferentialAttention, config, self, side, gain, out_gain)
 
     def empty_state(self, config, batch, slots):
         keys = config.kv_heads, config.key_size("decoder")

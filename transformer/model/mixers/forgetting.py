@@ -1,7 +1,6 @@
 """Forgetting attention (Lin et al. 2025, arXiv:2503.02130).
 Shape suffixes: B batch, T new tokens, D d_model, N heads, H head size, C extra channels."""
 
-import functools
 from typing import NamedTuple
 
 import jax
@@ -41,9 +40,7 @@ class Forgetting(SelfAttention):
     hooks = frozenset({"embed", "rotate", "bias"})
     in_order = True
     causal = True
-
-    def build(self, config, side, gain, out_gain):
-        return functools.partial(ForgettingAttention, config, self, side, gain, out_gain)
+    module = lambda self, side: ForgettingAttention
 
     def empty_state(self, config, batch, slots):
         sizes = config.key_size("decoder") + CHANNELS, config.value_size

@@ -44,13 +44,11 @@ class GatedDelta(Mixer):
     in_order = True
     causal = True
     skips_padding = False  # the convolution reads adjacent positions
+    module = lambda self, side: GatedDeltaNet
 
     conv: Size = 4  # tokens that the convolution reads, including the current one
     negative_eigenvalues: bool = False  # b in (0, 2) instead of (0, 1) (Grazzi et al. 2024)
     chunk: Size = 64  # tokens that are computed at once; does not affect results
-
-    def build(self, config, side, gain, out_gain):
-        return functools.partial(GatedDeltaNet, config, self, side, gain, out_gain)
 
     def empty_state(self, config, batch, slots):
         width, heads = max(self.conv - 1, 1), config.num_heads

@@ -45,6 +45,7 @@ class MLA(Mixer):
     })  # fmt: skip
     hooks = frozenset({"embed", "rotate", "bias"})
     observes = frozenset({"heads", "maps"})
+    module = lambda self, side: LatentAttention
 
     kv_rank: Count = 0  # size of c; 0: 4 * d_head
     q_rank: Count = 0  # size of a latent vector for queries; 0: project queries from x
@@ -65,9 +66,6 @@ class MLA(Mixer):
 
     def facts(self, config, facts):
         return dataclasses.replace(facts, d_head=self.sizes(config)[1])
-
-    def build(self, config, side, gain, out_gain):
-        return functools.partial(LatentAttention, config, self, side, gain, out_gain)
 
     def empty_state(self, config, batch, slots):
         sizes = self.sizes(config)[0], config.key_size("decoder")

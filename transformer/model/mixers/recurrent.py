@@ -70,10 +70,9 @@ class Recurrent(Mixer):
             return f"model.mixer.source: {problem}; leave it at 'cross_attention'"
         return None
 
-    def build(self, config, side, gain, out_gain):
+    def module(self, side):
         is_attentive = side == "decoder" and self.source in ("attention", "last")
-        module = Attentive if is_attentive else Directions
-        return functools.partial(module, config, self, side, gain, out_gain)
+        return Attentive if is_attentive else Directions
 
     def empty_state(self, config, batch, slots):
         return self.empty(batch, config.d_model)
