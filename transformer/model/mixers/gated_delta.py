@@ -12,7 +12,6 @@ from flax import linen as nn
 
 from transformer.limits import Size
 from transformer.model.convolution import convolved
-from transformer.model.masks import Tokens
 from transformer.model.mixers.attention import merge_heads
 from transformer.model.mixers.base import MIXERS, Context, Mixer, MixerModule
 from transformer.model.modules import Linear, declare
@@ -64,16 +63,15 @@ class GatedDeltaNet(MixerModule):
     @nn.compact
     def __call__(self, x_BxTxD, context: Context, position, state, deterministic):
         cfg, kind, (batch, length) = self.config, self.kind, x_BxTxD.shape[:2]
-        d_head, to_batch = cfg.head_size, lambda x: jnp.broadcast_to(x, (batch, length))
-        tokens = jax.tree.map(to_batch, context.tokens.replace(until_BxT=None))
+        segments_BxT = jnp.broadcast_to(context.tokens.segments_BxT, (batch, length))
         state = kind.empty_state(cfg, batch, length) if state is None else state
-        real_BxTx1 = (tokens.segments_BxT > 0)[..., None]
+        d_head, real_BxTx1 = cfg.head_size, (segments_BxT > 0)[..., None]
 
         q, k = (self._heads(name, d_head)(x_BxTxD) for name in ("query", "key"))
         v = self._heads("value", cfg.value_size, self.gain)(x_BxTxD)
         qkv_BxTxNxF = jnp.where(real_BxTx1[..., None], jnp.concatenate([q, k, v], axis=-1), 0)
         inputs_BxLxNxF = jnp.concatenate([state.tail_BxWxNxF, qkv_BxTxNxF], axis=1)
-        segments_BxL = jnp.concatenate([state.segments_BxW, tokens.segments_BxT], axis=1)
+        segments_BxL = jnp.concatenate([state.segments_BxW, segments_BxT], axis=1)
         inputs = kind.conv, ("heads", "head"), inputs_BxLxNxF, segments_BxL, length
         qkv_BxTxNxF = nn.silu(convolved(self, "convolution", *inputs))
         q, k, v = jnp.split(qkv_BxTxNxF.astype(jnp.float32), [d_head, 2 * d_head], axis=-1)
@@ -81,7 +79,9 @@ class GatedDeltaNet(MixerModule):
         log_a_BxTxN, b_BxTxN = self._gates(x_BxTxD)
         log_a_BxTxN = jnp.where(real_BxTx1, log_a_BxTxN, 0.0)  # padding does not decay S
         b_BxTxN = jnp.where(real_BxTx1, b_BxTxN, 0.0)  # or write to it
-        document_BxT = documents(tokens, state.segments_BxW[:, -1:])
+        # The number of documents started up to each token; 0: the one before these tokens
+        before_BxT = jnp.concatenate([state.segments_BxW[:, -1:], segments_BxT[:, :-1]], axis=1)
+        document_BxT = jnp.cumsum((segments_BxT != before_BxT) & (segments_BxT > 0), axis=1)
         chunked = functools.partial(chunked_recurrence, size=kind.chunk)
         recurrence = single_step if length == 1 else chunked
         o_BxTxNxV, s = recurrence(q, k, v, log_a_BxTxN, b_BxTxN, document_BxT, state.s_BxNxHxV)
@@ -119,13 +119,6 @@ class GatedDeltaNet(MixerModule):
 def unit(x: jax.Array) -> jax.Array:
     """Returns x / |x| over the last axis."""
     return x * jax.lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + 1e-6)
-
-
-def documents(tokens: Tokens, before_Bx1: jax.Array) -> jax.Array:
-    """Returns int32[B, T]: documents started in `tokens` up to each; 0: the one before them."""
-    segments_BxT = tokens.segments_BxT
-    previous_BxT = jnp.concatenate([before_Bx1, segments_BxT[:, :-1]], axis=1)
-    return jnp.cumsum((segments_BxT != previous_BxT) & (segments_BxT > 0), axis=1)
 
 
 def single_step(q, k, v, log_a, b, document_BxT, s_BxNxHxV):
