@@ -209,8 +209,13 @@ class Attentive(MixerModule):
             source = Shared((y_ExSxD,) if is_last else (y_ExSxD, keys(y_ExSxD)))
         y_ExSxD = source.value[0]
         forward = Recurrence(cfg, self.kind, cfg.d_model, self.gain, name="forward")
-        mask_ExKTxS = self._source_mask(context, *x_BxTxD.shape[:2], len(y_ExSxD))
+        # Which tokens of the source each token may read
+        by_source = lambda x: jnp.broadcast_to(x, x_BxTxD.shape[:2]).reshape(len(y_ExSxD), -1)
+        tokens = jax.tree.map(by_source, context.tokens.replace(until_BxT=None))
+        mask_ExKTxS = SAME_SEGMENT(tokens, context.source_tokens)
         if is_last:
+            ends_ExS = jnp.diff(context.source_tokens.segments_BxT, axis=1, append=0) != 0
+            mask_ExKTxS &= ends_ExS[:, None]
             read = jnp.einsum("EQS,ESD->EQD", mask_ExKTxS.astype(cfg.dtype), y_ExSxD)
             reading = {"context_BxTxD": read.reshape(x_BxTxD.shape)}
         else:
@@ -221,16 +226,6 @@ class Attentive(MixerModule):
         gain = self.gain * self.out_gain
         out = Linear(cfg, (cfg.d_model,), ("embed", None), cfg.use_bias, gain, name="out")
         return jnp.tanh(out(features)), new_state._replace(source=source)
-
-    def _source_mask(self, context: Context, batch: int, length: int, sources: int) -> jax.Array:
-        """Returns bool[E, K T, S]: the source tokens that each token may read."""
-        by_source = lambda x: jnp.broadcast_to(x, (batch, length)).reshape(sources, -1)
-        tokens = jax.tree.map(by_source, context.tokens.replace(until_BxT=None))
-        mask_ExKTxS = SAME_SEGMENT(tokens, context.source_tokens)
-        if self.kind.source == "last":
-            ends_ExS = jnp.diff(context.source_tokens.segments_BxT, axis=1, append=0) != 0
-            mask_ExKTxS &= ends_ExS[:, None]
-        return mask_ExKTxS
 
     def _attention(self, y_ExSxD: jax.Array, keys_ExSxD: jax.Array):
         """Returns the function `read(h_BxD, source_mask_BxS) -> context_BxD`."""
