@@ -100,21 +100,16 @@ class XPos(Position):
         q_CxAxP = np.where(blocks_after_CxAx1 >= 0, np.exp(np.minimum(exponent_CxAxP, 80)), 0.0)
         k_CxAxP = np.where(blocks_after_CxAx1 == 0, np.exp(np.clip(-exponent_CxAxP, -80, 80)), 0.0)
         offset_exponents = np.arange(_ROW)[:, None] * decay_P
-        sin, cos = self._sin_cos(positions_BxT, start_A, angle_P)
+        # Angle addition formulas, because a phase of 65,536 in float32 would be off by 0.004
+        waves = lambda x, index: (_look_up(np.sin(x), index), _look_up(np.cos(x), index))
+        sin_a, cos_a = waves(start_A[:, None] * angle_P, row_BxT)
+        sin_b, cos_b = waves(np.arange(_ROW)[:, None] * angle_P, offset_BxT)
+        sin, cos = sin_a * cos_b + cos_a * sin_b, cos_a * cos_b - sin_a * sin_b
         rotary = Rotary(d_head=self.d_head, sin_BxTx1xP=sin, cos_BxTx1xP=cos)
         rows_CxBxTx1xP = lambda x_CxAxP: jnp.stack([_look_up(x, row_BxT) for x in x_CxAxP])
         q_zeta = rows_CxBxTx1xP(q_CxAxP) * _look_up(np.exp(offset_exponents), offset_BxT)
         k_zeta = rows_CxBxTx1xP(k_CxAxP) * _look_up(np.exp(-offset_exponents), offset_BxT)
         return self.replace(rotary=rotary, q_zeta_CxBxTx1xP=q_zeta, k_zeta_CxBxTx1xP=k_zeta)
-
-    def _sin_cos(self, positions_BxT, start_A, angle_P):
-        """Returns the sine and cosine of t times the angles, by the angle addition formulas. A
-        phase of 65,536 in float32 would be off by 0.004."""
-        row_BxT, offset_BxT = positions_BxT // _ROW, positions_BxT % _ROW
-        waves = lambda x, index: (_look_up(np.sin(x), index), _look_up(np.cos(x), index))
-        sin_a, cos_a = waves(start_A[:, None] * angle_P, row_BxT)
-        sin_b, cos_b = waves(np.arange(_ROW)[:, None] * angle_P, offset_BxT)
-        return sin_a * cos_b + cos_a * sin_b, cos_a * cos_b - sin_a * sin_b
 
     def rotate(self, q_BxTxNxH, k_BxTxKxH):
         twice = lambda zeta: jnp.concatenate([zeta] * 2, axis=-1)
