@@ -55,7 +55,7 @@ class Sinusoidal(Position):
     offset: Count = option(0)
 
     def check(self, facts):
-        needs = "'sinusoidal' needs an even model.d_model; change one of them"
+        needs = f"{self.name!r} needs an even model.d_model; change one of them"
         return f"model.position: {needs}" if facts.d_model % 2 else None
 
     def embed(self, x_BxTxD, positions_BxT):

@@ -13,7 +13,7 @@ import numpy as np
 from flax import linen as nn, struct
 
 from transformer.limits import Count, Size, at_least, at_most
-from transformer.model.positions.absolute import sinusoids
+from transformer.model.positions.absolute import Sinusoidal, sinusoids
 from transformer.model.positions.base import Position, Terms, declare, option, register
 
 
@@ -102,9 +102,7 @@ class TransformerXL(Position):
     u_NxH: jax.Array | None = None
     v_NxH: jax.Array | None = None
 
-    def check(self, facts):
-        needs = "'transformer_xl' needs an even model.d_model; change one of them"
-        return f"model.position: {needs}" if facts.d_model % 2 else None
+    check = Sinusoidal.check
 
     def bind_layer(self, param, facts):
         heads, names = (facts.num_heads, facts.d_head), ("heads", "head")
