@@ -188,19 +188,18 @@ def _check_rounds(config) -> None:
 
 def _check_layer(config, side: str) -> None:
     """Checks the components of a layer, given the layer's config."""
-    FEED_FORWARDS.build(config.feed_forward)
+    kind, canon = config.feed_forward_kind, config.canon
     if problem := config.placement(side).check(config, side):
         raise UserError(problem)
     mixer, scheme = config.token_mixer, positions.build(config.position)
-    if config.canon and "canon" not in mixer.fields:
+    if canon and "canon" not in mixer.fields:
         raise UserError(f"model.canon: mixer = {mixer.name!r} does not support it; leave it out")
-    if not re.fullmatch("A?B?C?D?", config.canon):
-        raise UserError(f"model.canon: {config.canon!r} must be letters of 'ABCD', in this order")
-    kind, canon = config.feed_forward_kind, config.canon
+    if not re.fullmatch("A?B?C?D?", canon):
+        raise UserError(f"model.canon: {canon!r} must be letters of 'ABCD', in this order")
     if (not kind.exists and "C" in canon) or (kind.name != "dense" and "D" in canon):
         problem = f"'C' needs a feed-forward, and 'D' a dense one, not {kind.name!r}"
         raise UserError(f"model.canon: {problem}; change one of them")
-    causal = f"canon: {config.canon!r}" if config.canon else f"mixer: {mixer.name!r}" * mixer.causal
+    causal = f"canon: {canon!r}" if canon else f"mixer: {mixer.name!r}" * mixer.causal
     if causal and (side == "encoder" or not config.causal or config.prefix_lm):
         way_out = "set model.family='decoder', model.causal=True and model.prefix_lm=False"
         raise UserError(f"model.{causal} is causal; {way_out}")
