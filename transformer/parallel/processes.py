@@ -278,18 +278,12 @@ def stop_agreed(stop_requested: bool, step: int, run: int) -> bool:
     if jax.process_count() == 1:
         return stop_requested
     key = f"transformer/run {run} stops at step"
-    stop_step = _agreed_step(key)
-    if stop_requested and not stop_step:
-        with contextlib.suppress(jax.errors.JaxRuntimeError):  # another process set it first
+    if stop_requested:
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # it is already set
             _service().key_value_set(key, str(step + 4))
-        stop_step = _agreed_step(key)
-    return 0 < stop_step <= step
-
-
-def _agreed_step(key: str) -> int:
-    with contextlib.suppress(jax.errors.JaxRuntimeError):
-        return int(_service().key_value_try_get(key))
-    return 0
+    with contextlib.suppress(jax.errors.JaxRuntimeError):  # no process wants to stop
+        return int(_service().key_value_try_get(key)) <= step
+    return False
 
 
 @contextlib.contextmanager
