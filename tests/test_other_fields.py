@@ -37,7 +37,7 @@ from transformer.data.pipeline import Data
 from transformer.data.store import RawText, Texts
 from transformer.data.tokenizer import SentencePiece, train_tokenizer
 from transformer.decoding.generate import Generator
-from transformer.decoding.prefill import decode, reader
+from transformer.decoding.prefill import decode
 from transformer.mapping import from_mapping
 from transformer.model.network import abstract_params
 from transformer.parallel.mesh import make_mesh, use
@@ -345,8 +345,7 @@ def test_every_decoding_field_has_an_effect():
 
         def run(params, *inputs):
             state, max_new = generate._begin(params, *inputs)
-            read = reader(generate._model, params)
-            return decode(generate._search, read, state, max_new)
+            return decode(generate._search, generate._model, params, state, max_new)
 
         return program_text(run, params, *inputs)
 

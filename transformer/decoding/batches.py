@@ -17,7 +17,7 @@ from flax import linen as nn
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from transformer.decoding import prefill
-from transformer.decoding.prefill import Search, decode_until, grow, reader
+from transformer.decoding.prefill import Search, decode_until, grow
 
 
 class Batches:
@@ -26,7 +26,7 @@ class Batches:
 
     def __init__(self, search: Search, model: nn.Module, begin: Callable, params: Any):
         def go_on(params, state, active):
-            state = decode_until(search, reader(model, params), state, active)
+            state = decode_until(search, model, params, state, active)
             return state, (search.texts(state), search.active(state), used_slots(search, state))
 
         sharding = jax.tree.leaves(params)[0].sharding

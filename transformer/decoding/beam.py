@@ -42,39 +42,6 @@ def length_penalty(length: jax.Array, alpha: float) -> jax.Array:
     return ((5.0 + length) / 6.0) ** alpha
 
 
-def _extend(
-    beams: Beams, logits_BxKxV: jax.Array, cache: Cache, alpha: float, ending: Ending
-) -> Beams:
-    """Returns the beams with one more token, chosen from the logits after `cache`."""
-    batch, k, vocab = logits_BxKxV.shape
-    open_B = beams.step_B < beams.limits_B
-    normalizer_BxK = jax.nn.logsumexp(logits_BxKxV, axis=-1)
-    # Each beam ends in as many ways as there are eos tokens. So at least k of these do not end.
-    candidates = min((1 + len(ending.eos_ids)) * k, k * vocab)
-    each = min(candidates, vocab)
-    allowed = ending.suppress(logits_BxKxV, -jnp.inf).reshape(batch * k, vocab)
-    logits, token = (x.reshape(batch, k, each) for x in largest(allowed, each))
-    logp = jnp.maximum(logits + (beams.live_logp_BxK - normalizer_BxK)[..., None], NEVER)
-    top_logp, best = jax.lax.top_k(logp.reshape(batch, -1), candidates)
-    from_beam, token = best // each, jnp.take_along_axis(token.reshape(batch, -1), best, axis=1)
-    text = jnp.take_along_axis(beams.live_BxKxL, from_beam[..., None], axis=1)
-    text = put(text, beams.step_B, token)
-    real_logp = jnp.where(open_B[:, None] & (top_logp > NEVER / 2), top_logp, NEVER)
-    ends, score = ending.ends(token), real_logp / length_penalty(beams.step_B + 1, alpha)[:, None]
-    score = jnp.where(ends & (real_logp > NEVER / 2), score, NEVER)
-    ended_score, best = jax.lax.top_k(jnp.concatenate([beams.ended_score_BxK, score], 1), k)
-    all_text = jnp.concatenate([beams.ended_BxKxL, text], 1)
-    ended = jnp.take_along_axis(all_text, best[..., None], axis=1)
-
-    live_logp, best = jax.lax.top_k(jnp.where(ends, NEVER, real_logp), k)
-    pick = lambda x: jnp.take_along_axis(x, best.reshape(best.shape + (1,) * (x.ndim - 2)), axis=1)
-    keep = lambda new, old: jnp.where(open_B.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
-    live = keep(pick(text), beams.live_BxKxL), keep(live_logp, beams.live_logp_BxK)
-    old_rows = (jnp.arange(batch)[:, None] * k + pick(from_beam)).reshape(-1)
-    cache, hypotheses = cache.reorder(lambda x: x[old_rows]), (*live, ended, ended_score)
-    return Beams(beams.step_B + 1, *hypotheses, pick(token), beams.limits_B, cache)
-
-
 def beam_search(
     model: nn.Module, params: Any, prompt_BxP: jax.Array | None, limits_B: jax.Array, *,
     beam_size: int, alpha: float, max_new: int, eos_id: Ids = None, pad_id: int | None = None,
@@ -88,11 +55,11 @@ def beam_search(
     exponent of the length penalty (0: none; higher: longer texts). Otherwise as in `sample`."""
     check_numbers(max_new=max_new, beam_size=beam_size, alpha=alpha)
     inputs = prompt_BxP, limits_B, max_new, source_BxS, prompt_mask_BxP, source_mask_BxS
-    logits_BxV, cache, read = begin(model, params, *inputs)
+    logits_BxV, cache = begin(model, params, *inputs)
     ending = Ending.of(model.config, eos_id, pad_id, suppress_tokens)
     search = BeamSearch(ending, beam_size, alpha)
     state = search.start(logits_BxV, cache, jnp.minimum(limits_B, max_new), None, max_new)
-    return search.best(decode(search, read, state, max_new))
+    return search.best(decode(search, model, params, state, max_new))
 
 
 class BeamSearch(NamedTuple):
@@ -111,7 +78,7 @@ class BeamSearch(NamedTuple):
         steps, token = jnp.zeros(batch, jnp.int32), jnp.zeros((batch, k), jnp.int32)
         beams = Beams(steps, blank, one_live, blank, none, token, limits_B, cache)
         logits_BxKxV = jnp.broadcast_to(logits_BxV[:, None], (batch, k, vocab))
-        return _extend(beams, logits_BxKxV, cache, self.alpha, self.ending)
+        return self._extend(beams, logits_BxKxV, cache)
 
     def active(self, beams: Beams) -> jax.Array:
         """Whether a live beam can still beat the worst ended hypothesis that is kept. No score
@@ -123,7 +90,7 @@ class BeamSearch(NamedTuple):
     def step(self, read: Callable, beams: Beams) -> Beams:
         logits, cache = read(beams.token_BxK.reshape(-1), beams.cache)
         logits_BxKxV = logits.reshape(*beams.token_BxK.shape, -1)
-        return _extend(beams, logits_BxKxV, cache, self.alpha, self.ending)
+        return self._extend(beams, logits_BxKxV, cache)
 
     def texts(self, beams: Beams) -> jax.Array:
         return self.best(beams)[0][:, 0]
@@ -135,3 +102,34 @@ class BeamSearch(NamedTuple):
         live_score = jnp.where(beams.live_logp_BxK > NEVER / 2, live_score, NEVER)
         text = jnp.where(none_ended_B[..., None], beams.live_BxKxL, beams.ended_BxKxL)
         return text, jnp.where(none_ended_B, live_score, beams.ended_score_BxK)
+
+    def _extend(self, beams: Beams, logits_BxKxV: jax.Array, cache: Cache) -> Beams:
+        """Returns the beams with one more token, chosen from the logits after `cache`."""
+        batch, k, vocab = logits_BxKxV.shape
+        open_B = beams.step_B < beams.limits_B
+        normalizer_BxK = jax.nn.logsumexp(logits_BxKxV, axis=-1)
+        # Each beam ends in as many ways as there are eos tokens. So at least k of these do not end.
+        candidates = min((1 + len(self.ending.eos_ids)) * k, k * vocab)
+        each = min(candidates, vocab)
+        allowed = self.ending.suppress(logits_BxKxV, -jnp.inf).reshape(batch * k, vocab)
+        logits, token = (x.reshape(batch, k, each) for x in largest(allowed, each))
+        logp = jnp.maximum(logits + (beams.live_logp_BxK - normalizer_BxK)[..., None], NEVER)
+        top_logp, best = jax.lax.top_k(logp.reshape(batch, -1), candidates)
+        from_beam, token = best // each, jnp.take_along_axis(token.reshape(batch, -1), best, axis=1)
+        text = jnp.take_along_axis(beams.live_BxKxL, from_beam[..., None], axis=1)
+        text = put(text, beams.step_B, token)
+        real_logp = jnp.where(open_B[:, None] & (top_logp > NEVER / 2), top_logp, NEVER)
+        ends, penalty_B = self.ending.ends(token), length_penalty(beams.step_B + 1, self.alpha)
+        score = jnp.where(ends & (real_logp > NEVER / 2), real_logp / penalty_B[:, None], NEVER)
+        ended_score, best = jax.lax.top_k(jnp.concatenate([beams.ended_score_BxK, score], 1), k)
+        all_text = jnp.concatenate([beams.ended_BxKxL, text], 1)
+        ended = jnp.take_along_axis(all_text, best[..., None], axis=1)
+
+        live_logp, best = jax.lax.top_k(jnp.where(ends, NEVER, real_logp), k)
+        at = lambda x: best.reshape(best.shape + (1,) * (x.ndim - 2))
+        pick = lambda x: jnp.take_along_axis(x, at(x), axis=1)
+        keep = lambda new, old: jnp.where(open_B.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
+        live = keep(pick(text), beams.live_BxKxL), keep(live_logp, beams.live_logp_BxK)
+        old_rows = (jnp.arange(batch)[:, None] * k + pick(from_beam)).reshape(-1)
+        cache, hypotheses = cache.reorder(lambda x: x[old_rows]), (*live, ended, ended_score)
+        return Beams(beams.step_B + 1, *hypotheses, pick(token), beams.limits_B, cache)

@@ -1,7 +1,6 @@
 """Text to text: translation by encoder-decoders, continuation by decoders."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -63,6 +62,15 @@ class Generator:
         # A decoder trained on pairs reads eos after the source. Its output is no continuation.
         self._answers = not self._translates and self.config.objective.has_pairs
         self._calls = 0  # number of previous texts; each text has its own random key
+        decoding: DecodingConfig = self.config.decoding
+        eos_ids, pad = self.config.model.eos_ids or (self.tokenizer.eos,), self.tokenizer.pad
+        suppressed = () if pad in eos_ids else (pad,)  # within a text, pad would mean its end
+        ending = Ending.of(self.config.model, eos_ids, pad, suppressed)
+        numbers = decoding.temperature, decoding.top_k, decoding.top_p
+        self._search: Search = Sampling(ending, *numbers)
+        if decoding.beam_size > 1:
+            self._search = BeamSearch(ending, decoding.beam_size, decoding.length_penalty)
+        self._batches = Batches(self._search, self._model, self._begin, self.params)
 
     def __call__(self, texts: Sequence[str], progress: Callable = lambda done: None) -> list[str]:
         """Returns the translation or continuation of each text. `progress` gets the number done."""
@@ -116,20 +124,6 @@ class Generator:
         numbers = np.resize(np.asarray(numbers, np.uint32), batch_size) + np.uint32(self._calls)
         return inputs, real, limits, numbers
 
-    @functools.cached_property
-    def _batches(self) -> Batches:
-        return Batches(self._search, self._model, self._begin, self.params)
-
-    @functools.cached_property
-    def _search(self) -> Search:
-        decoding: DecodingConfig = self.config.decoding
-        eos_ids, pad = self.config.model.eos_ids or (self.tokenizer.eos,), self.tokenizer.pad
-        suppressed = () if pad in eos_ids else (pad,)  # within a text, pad would mean its end
-        ending = Ending.of(self.config.model, eos_ids, pad, suppressed)
-        if decoding.beam_size > 1:
-            return BeamSearch(ending, decoding.beam_size, decoding.length_penalty)
-        return Sampling(ending, decoding.temperature, decoding.top_k, decoding.top_p)
-
     def _begin(self, params, inputs, real, limits, numbers) -> tuple[Any, int]:
         """Returns the state of the search after the prompts, and the length of texts."""
         decoding: DecodingConfig = self.config.decoding
@@ -139,7 +133,7 @@ class Generator:
             source, max_new = inputs, min(inputs.shape[1] + decoding.max_extra, max_length)
             prompt = jnp.full((inputs.shape[0], 1), self.tokenizer.bos, jnp.int32)
             masks = jnp.ones_like(prompt, bool), real
-        logits, cache, _ = begin(self._model, params, prompt, limits, max_new, source, *masks)
+        logits, cache = begin(self._model, params, prompt, limits, max_new, source, *masks)
         keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(self.config.seed), numbers)
         limits = jnp.minimum(limits, max_new)
         return self._search.start(logits, cache, limits, keys, max_new), max_new

@@ -28,7 +28,7 @@ class Search(Protocol):
         """Returns the state with one token per sequence."""
 
     def step(self, read: Callable, state: Any) -> Any:
-        """Returns the state with one more token per sequence. `read` is a `reader`."""
+        """Returns the state with one more token per sequence. `read` is `advance` of a model."""
 
     def active(self, state: Any) -> jax.Array:
         """bool[B], whether the text of a sequence can still change."""
@@ -40,10 +40,9 @@ class Search(Protocol):
 def begin(
     model: nn.Module, params: Any, prompt_BxP: jax.Array | None, limits_B: jax.Array, max_new: int,
     source_BxS: jax.Array | None, *masks: jax.Array | None,
-) -> tuple[jax.Array, Cache, Callable]:  # fmt: skip
-    """Reads the prompts, by default the start token of an encoder-decoder, with `prefill`. Returns
-    its results, and (tokens_B, cache) -> the results of `advance`. Also raises UserError without
-    prompt and start token, and unless `limits_B` is an array with one entry per prompt."""
+) -> tuple[jax.Array, Cache]:  # fmt: skip
+    """Reads the prompts, by default the start token of an encoder-decoder, with `prefill`. Also
+    raises UserError without both, and unless `limits_B` is an array with one entry per prompt."""
     _check(model, prompt_BxP, source_BxS)
     if prompt_BxP is None:
         start_id = model.config.decoder_start_id
@@ -60,21 +59,21 @@ def begin(
         raise UserError(f"limits_B: {found}, but there are {len(prompt_BxP)} prompts; {way_out}")
     slots = prompt_BxP.shape[1]
     _check(model, prompt_BxP, source_BxS, slots + max_new - 1)  # nothing follows the last token
-    logits_BxV, cache = prefill(model, params, prompt_BxP, slots, source_BxS, *masks)
-    return logits_BxV, cache, reader(model, params)
+    return prefill(model, params, prompt_BxP, slots, source_BxS, *masks)
 
 
-def decode(search: Search, read: Callable, state: Any, max_new: int) -> Any:
+def decode(search: Search, model: nn.Module, params: Any, state: Any, max_new: int) -> Any:
     """Continues a search until all sequences have ended. The cache gets slots for `max_new` tokens:
     for half of them at first if they are many, because a step also reads empty slots."""
     half = max_new // 2 if max_new >= MANY else 0
     for tokens in (half, max_new - half)[half == 0 :]:
-        state = decode_until(search, read, grow(state, tokens), 0)
+        state = decode_until(search, model, params, grow(state, tokens))
     return state
 
 
-def decode_until(search: Search, read: Callable, state: Any, active: int | jax.Array) -> Any:
+def decode_until(search: Search, model: nn.Module, params, state: Any, active=0) -> Any:
     """Continues a search until at most `active` sequences are active, or all slots are used."""
+    read = functools.partial(advance, *unrolled(model, params))
 
     def runs(state):
         has_room = state.cache.index + state.cache.beams <= state.cache.tokens.segments_BxT.shape[1]
@@ -144,11 +143,6 @@ def unrolled(model: nn.Module, params: Any) -> tuple[nn.Module, Any]:
         return model, params
     config, params = unroll(model.config, params)
     return type(model)(config), params
-
-
-def reader(model: nn.Module, params: Any) -> Callable:
-    """Returns the function (tokens_B, cache) -> the results of `advance`."""
-    return functools.partial(advance, *unrolled(model, params))
 
 
 def advance(

@@ -48,7 +48,7 @@ def sample(
     vocabulary, prompts padded on the right, too many tokens, and what `DecodingConfig` refuses."""
     check_numbers(max_new=max_new, temperature=temperature, top_k=top_k, top_p=top_p)
     inputs = source_BxS, prompt_mask_BxP, source_mask_BxS
-    logits_BxV, cache, read = begin(model, params, prompt_BxP, limits_B, max_new, *inputs)
+    logits_BxV, cache = begin(model, params, prompt_BxP, limits_B, max_new, *inputs)
     ending = Ending.of(model.config, eos_id, pad_id, suppress_tokens)
     if temperature:
         batch, typed = len(logits_BxV), jnp.issubdtype(keys_B.dtype, jax.dtypes.prng_key)
@@ -56,7 +56,7 @@ def sample(
             raise UserError(f"keys: expected [{batch}] keys; use jax.random.split(key, {batch})")
     search = Sampling(ending, temperature, top_k, top_p)
     state = search.start(logits_BxV, cache, jnp.minimum(limits_B, max_new), keys_B, max_new)
-    return search.texts(decode(search, read, state, max_new))
+    return search.texts(decode(search, model, params, state, max_new))
 
 
 @struct.dataclass
