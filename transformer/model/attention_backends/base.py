@@ -140,8 +140,7 @@ def logits(q_BxTxNxH, k_BxSxKxH, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
 
 def read(weights_BxNxTxS, v_BxSxKxH, inputs: Inputs, mask_BxTxS, dtype=None) -> jax.Array:
     """Returns weights v, [B, T, N, H] of `dtype`, with dropout and scheme. Linear in weights."""
-    batch, heads, queries, keys = weights_BxNxTxS.shape
-    kv_heads = v_BxSxKxH.shape[2]
+    (batch, heads, queries, keys), kv_heads = weights_BxNxTxS.shape, v_BxSxKxH.shape[2]
     if inputs.dropout_key is not None:
         keep = _keep(inputs, weights_BxNxTxS.shape)
         weights_BxNxTxS = jnp.where(keep, weights_BxNxTxS / (1.0 - inputs.dropout), 0.0)
