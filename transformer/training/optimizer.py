@@ -32,9 +32,8 @@ def schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
     The learning rate and the warm-up may be traced (lab/together.py)."""
     peak, warmup = config.learning_rate, config.warmup_steps
     if config.schedule == "inverse_sqrt":
-        number = lambda update: jnp.asarray(update, jnp.float32) + 1
         factor = lambda n: jnp.minimum(n / warmup, jnp.sqrt(warmup / n))
-        return lambda update: peak * factor(number(update))
+        return lambda update: peak * factor(jnp.asarray(update, jnp.float32) + 1)
     final, remaining = peak * config.final_fraction, jnp.maximum(steps - warmup, 1)
 
     def linear(start, end, length):
