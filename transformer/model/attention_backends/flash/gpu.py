@@ -253,8 +253,7 @@ def backward(
     if terms.bias_NxD is not None:
         tiles = _tiles(settings, for_bias, False, *arrays, d_out_BxNxTxV)
         tiles = tiles._replace(work_ref=limits.states(for_bias.t, for_bias.s)[:, None])
-        size, reach = for_bias.t, settings.reach
-        diagonals = (T + reach) // size - 1
+        size, diagonals = for_bias.t, (T + settings.reach) // for_bias.t - 1
         of_tiles = jax.ShapeDtypeStruct((batch, heads, diagonals, size, size), jnp.float32)
         (of_tiles,) = _call(_of_bias, tiles, (diagonals, heads, batch), [of_tiles])
         d_bias = _of_distances(jnp.sum(of_tiles, axis=0))[:, : terms.bias_NxD.shape[1]]
