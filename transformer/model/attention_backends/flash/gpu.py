@@ -175,12 +175,11 @@ def _call(kernel: Callable, tiles: Tiles, grid: tuple[int, int, int], results: l
         kernel(Tiles(settings, shape, rows_are_keys, *inputs, block, stream), *outputs)
 
     params = triton.CompilerParams(num_warps=shape.warps, num_stages=shape.stages)
-    call = pl.pallas_call(
+    return pl.pallas_call(
         body, name=f"flash{kernel.__name__}", grid=grid, in_specs=jax.tree.map(spec, tuple(arrays)),
         out_specs=jax.tree.map(spec, results), out_shape=results, compiler_params=params,
         interpret=settings.interpret,
-    )  # fmt: skip
-    return call(*arrays)
+    )(*arrays)  # fmt: skip
 
 
 def _tiles(settings, shape: Shape, rows_are_keys: bool, q, k, v, limits, terms, seed, *of_queries):
