@@ -7,8 +7,7 @@ have a fixed order, so repeated gradients are equal bit by bit. A tile reads its
 vector of its head. Logits are in units of log 2, because GPUs have an instruction for exp2.
 
 Shape suffixes: B batch (or 1), N query heads, K key/value heads, T query length, S key length, H
-head size (of values: V), D distances, I blocks of queries, J blocks of keys, R rows and C columns
-of a tile, X diagonals of tiles."""
+head size (of values: V), D distances, R rows and C columns of a tile, X diagonals of tiles."""
 
 import functools
 import math
