@@ -7,8 +7,7 @@ and full if they include all of them. Only tiles in between need a mask of their
 each tile is computed from the tokens, so tokens in any order are masked correctly, and packed
 documents, padding, windows and prefixes skip the tiles that they exclude.
 
-Shape suffixes: B batch (or 1), T query length, S key length, I blocks of queries, J blocks of keys,
-t queries per block, s keys per block."""
+Shape suffixes: B batch (or 1), T queries, S keys, I blocks of t queries, J blocks of s keys."""
 
 from collections.abc import Callable
 
