@@ -37,8 +37,7 @@ class ModelConfig:
     num_encoder_layers: int = 6  # layers of the encoder
     num_decoder_layers: int = 6  # layers of the decoder
     max_length: Size = 512  # longest source or target sequence, in tokens
-    # encoder_decoder: sizes of the encoder that differ from the decoder's, such as dict(d_ff=512),
-    # or a layer_pattern of windows
+    # encoder_decoder: the encoder's own sizes, as dict(d_ff=512), or its layer_pattern of windows
     encoder: FrozenDict = NONE
     d_embedding: Count = 0  # embedding width, projected to d_model (ALBERT, OPT-350m); 0: d_model
     token_types: Count = 0  # number of token types (BERT has two), each with an embedding; 0: none
