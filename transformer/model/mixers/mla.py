@@ -80,10 +80,9 @@ class LatentAttention(MixerModule):
         cfg, k_tokens = self.config, context.key_tokens
         kv_rank, d_rope = self.kind.sizes(cfg)
         position = position.bind_layer(self.param, cfg.stack_facts(self.side))
-        q_BxTxNxH, q_BxTxNxP, new = self._project(x_BxTxD, position)
-        latent = new
+        q_BxTxNxH, q_BxTxNxP, latent = self._project(x_BxTxD, position)
         if state is not None:
-            latent, k_tokens, state = extend(state, new, context)
+            latent, k_tokens, state = extend(state, latent, context)
         up = functools.partial(Kernel, cfg, (kv_rank,), names=(None, "heads", "head"))
         w_k_RxNxH = up((cfg.num_heads, cfg.head_size), name="key_up")()
         w_v_RxNxV = up((cfg.num_heads, cfg.value_size), gain=self.gain, name="value_up")()

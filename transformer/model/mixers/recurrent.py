@@ -179,13 +179,11 @@ class Directions(MixerModule):
     @nn.compact
     def __call__(self, x_BxTxD, context: Context, position, state, deterministic):
         names = ("forward", "backward") if self.side == "encoder" else ("forward",)
-        cfg, outputs, units = self.config, [], self.config.d_model // len(names)
-        gain = self.gain * self.out_gain
-        for name in names:
-            one_way = Recurrence(cfg, self.kind, units, gain, name == "backward", name=name)
-            h_BxTxG, _, new_state = one_way(x_BxTxD, context.tokens, state)
-            outputs.append(h_BxTxG)
-        return jnp.concatenate(outputs, axis=-1), new_state
+        units, gain = self.config.d_model // len(names), self.gain * self.out_gain
+        one_way = functools.partial(Recurrence, self.config, self.kind, units, gain)
+        modules = [one_way(name == "backward", name=name) for name in names]
+        results = [module(x_BxTxD, context.tokens, state) for module in modules]
+        return jnp.concatenate([h_BxTxG for h_BxTxG, *_ in results], axis=-1), results[-1][-1]
 
 
 class Attentive(MixerModule):
