@@ -8,6 +8,7 @@ A model is compared with its base, the same model at other sizes:
 A config states the hyperparameters of the base. Multipliers adjust them to the model's own size."""
 
 import dataclasses
+import operator
 from typing import Any, NamedTuple
 
 from flax.core import FrozenDict
@@ -30,9 +31,6 @@ class Rule(NamedTuple):
     weight_decay: float = 1.0  # of the decay, which follows the learning rate of the schedule
     epsilon: float = 1.0  # of the optimizer's epsilon
     init: float = 1.0  # of the standard deviation of the initial values
-
-    def __mul__(self, other: "Rule") -> "Rule":  # type: ignore[override]
-        return Rule(*(a * b for a, b in zip(self, other, strict=True)))
 
 
 class Place(NamedTuple):
@@ -87,7 +85,7 @@ class Parametrization:
 
     def multipliers(self, place: Place) -> Rule:
         """Returns the multipliers of a parameter."""
-        return self.rule(place) * Rule(**getattr(self, place.role))
+        return Rule(*map(operator.mul, self.rule(place), Rule(**getattr(self, place.role))))
 
     @property
     def sets(self) -> frozenset[str]:
