@@ -56,8 +56,7 @@ class ALiBi(Position):
         if slopes_N is None:
             given = alibi_slopes(self.num_heads) if self.slopes == "geometric" else self.slopes
             slopes_N = jnp.broadcast_to(jnp.asarray(given, jnp.float32), (self.num_heads,))
-        slopes = per_head(slopes_N.astype(jnp.float32), distance)
-        return -slopes * jnp.abs(distance).astype(jnp.float32)
+        return -per_head(slopes_N, distance) * jnp.abs(distance).astype(jnp.float32)
 
 
 def alibi_slopes(num_heads: int) -> list[float]:
