@@ -165,6 +165,16 @@ def test_scan_of_many_values_gets_one_sentence(tmp_path):
         )
 
 
+def test_best_values_of_many_settings_are_counted(tmp_path):
+    positions = "none", "rotary", "alibi", "t5", "kerple", "sandwich", "shaw", "learned", "fire"
+    grid = product(vary("model.position", *positions), vary("model.d_ff", 32, 48, 64))
+    best = lambda name: 64 if name.startswith(("t5", "shaw")) else 48
+    loss = lambda name, seed: 4.0 + 0.01 * abs(int(name.rpartition("=")[2]) - best(name))
+    answer = grid_study(tmp_path, grid, loss).sentences[0]
+    counted = "is 48 in 7 settings and 64 in 2 settings."
+    assert answer == f"The best d_ff by test/loss (nats per token) {counted}"
+
+
 def test_report_page_is_self_contained(tmp_path):
     for seed in (0, 1, 2):
         write_run(tmp_path, "a", seed, 4.0 + 0.1 * seed, eval_losses=(6.0, 5.0))

@@ -2,6 +2,7 @@
 
 `LOGIC` (lab/report_tables.py) says which arms are compared and when a difference is detectable."""
 
+import collections
 import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -13,6 +14,7 @@ from transformer.lab.formatting import number, p_value, signed, spell, spell_ran
 from transformer.lab.profiles import Profile, profiles
 from transformer.lab.results import Arm, Results
 from transformer.lab.statistics import Difference, Mean, corrected, difference
+from transformer.output import count
 from transformer.units import kind
 
 NAMED = 8  # arms that a sentence names, at most; the table has all of them
@@ -110,6 +112,9 @@ def _verdict(results: Results, rows: Mapping[str, Row], scanned: Sequence[Scan])
         return f"No comparison is possible: {have} a value of {metric}."
     if scanned:
         best = [f"{x.best:g}{f' with {x.setting}' * bool(x.setting)}" for x in scanned]
+        if len(best) > NAMED:
+            settings = collections.Counter(f"{x.best:g}" for x in scanned)
+            best = [f"{x} in {count(n, 'setting')}" for x, n in settings.most_common()]
         fields = " and ".join(dict.fromkeys(effects.short(x.field) for x in scanned))
         return f"The best {fields} by {metric} is {_listed(best)}."
     compared = {name: rows[name] for name in finished if name != base}
