@@ -9,7 +9,7 @@ best learning rate.
 
 At the scale of a publication (TPU v5e-16): --config=experiments/rows_2026.py:paper
 
-Hardware  two CPU cores, 209 runs, about 90 minutes
+Hardware  two CPU cores, 220 runs, about 95 minutes
 
 Measured (two cores of an AMD EPYC 9004; WikiText-2, 525,000 parameters, 300 steps of 512 tokens;
 three seeds). Rate: the arm's best learning rate. Difference: its test loss minus the baseline's
@@ -44,9 +44,13 @@ where noted:
     mix_ln               0.0055  +0.03 [-0.29, +0.34]    1.00    Li et al. 2024: lower PPL from 71M
                                                                  to 7B
     differential         0.0093  +0.03 [-0.08, +0.13]    1.00    6.8B matches an 11B Transformer
+    canon                0.012   +0.05 [-0.05, +0.15]    1.00    more depth of reasoning, e.g. twice
     siamese_norm         0.013   +0.08 [-0.04, +0.19]    0.69    1.3B: PPL 10.84 -> 10.43
     dynamic_tanh         0.0031  +0.59 [+0.23, +0.94]    0.20    as good as a norm
     hybrid_norm          0.0013  +0.64 [+0.49, +0.80]    0.045*  7B: loss 2.469 -> 2.430
+
+Canon layers were measured later, beside a baseline of their own on an Intel Xeon (5.130 +- 0.049),
+and their p is corrected for 19 arms.
 
 Layer scale, attention residuals, forgetting and the output gate are better than the baseline, and
 HybridNorm is worse. For six more arms, the interval excludes zero, but three seeds do not establish
@@ -129,6 +133,7 @@ def sweep(scale="small"):
             differential={"model.mixer": "differential"},
             gate={"model.attention_gate": "elementwise"},
             relu_squared={"model.activation": "relu_squared"},
+            canon={"model.canon": "ABCD"},
         ),
         question="Which recent changes help a tuned pre-norm decoder of equal size?",
         match="parameters",
