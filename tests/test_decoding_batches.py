@@ -1,5 +1,6 @@
 """Waiting sequences replace those that have ended, and the texts do not change."""
 
+import dataclasses
 import types
 
 import jax
@@ -93,6 +94,18 @@ def test_replacing_ended_sequences_does_not_change_texts(family, model, decoding
     assert len(set(lengths)) > 3 and sum(lengths) / SIZE > slots  # all slots were used
 
 
+@pytest.mark.parametrize("count", [1, SIZE, 23])
+def test_cache_grows_behind_padding(count, monkeypatch):
+    """A cache with padding on the left is full before any text has many tokens."""
+    model, prompts = {"position": "rotary", "max_length": 48}, texts(23)[:count]
+    prompts[0] = " ".join(["17"] * 17)  # of the 32 tokens that such prompts are padded to
+    decoding = {"temperature": 2.0, "max_extra": 12}
+    expected = by_batch(generator("decoder", model, decoding), prompts)
+    monkeypatch.setattr("transformer.decoding.prefill.MANY", 4)
+    assert generator("decoder", model, decoding)(prompts) == expected
+    assert max(len(text.split()) for text in expected) > 6  # the cache grew
+
+
 def test_texts_are_the_same_on_a_mesh():
     model = {"position": "rotary", "vocab_size": 40}
     fields = ("encoder_decoder", model, {})
@@ -101,6 +114,7 @@ def test_texts_are_the_same_on_a_mesh():
     with use(make_mesh(MeshConfig(fsdp=2, tensor=2))) as mesh:
         optimizer = build_optimizer(on_mesh.config.optimizer, 1, on_mesh.config.model)
         shardings = abstract_state(on_mesh.config, model, optimizer, mesh)[1]
-        on_mesh.params = jax.device_put(on_mesh.params, shardings.params)
+        sharded = jax.device_put(on_mesh.params, shardings.params)
+        on_mesh = dataclasses.replace(on_mesh, params=sharded)
         assert len(jax.tree.leaves(on_mesh.params)[0].sharding.device_set) == 8
         assert on_mesh(prompts) == by_batch(one_device, prompts)

@@ -344,8 +344,9 @@ def test_every_decoding_field_has_an_effect():
         inputs = shape(jnp.int32, 4), shape(bool, 4), shape(jnp.int32), shape(jnp.uint32)
 
         def run(params, *inputs):
-            state, max_new = generate._begin(params, *inputs)
-            return decode(generate._search, generate._model, params, state, max_new)
+            state, search = generate._begin(params, *inputs), generate._search
+            length = search.texts(state).shape[1]
+            return decode(search, generate._model, params, state, length)
 
         return program_text(run, params, *inputs)
 

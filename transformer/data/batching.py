@@ -196,13 +196,14 @@ def _reports(sources: Mapping[str, Batches]) -> dict[str, int]:
 def by_width(
     lengths: Sequence[int], longest: int, batch_size: int
 ) -> Iterator[tuple[int, list[list[int]]]]:
-    """Yields (width, batches of indices) of sequences of similar length, the longest first. A width
-    is a power of two from 16, but at most `longest`. Shorter sequences fill its last batch."""
+    """Yields (width, batches of indices) of sequences of similar length, the longest first. The
+    width is a power of two from 16, but at most `longest`. It depends on each length alone."""
     width = lambda i: min(max(16, 1 << (lengths[i] - 1).bit_length()), longest)
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    batches = [order[n : n + batch_size] for n in range(0, len(order), batch_size)]
-    for of_batches, members in itertools.groupby(batches, key=lambda batch: width(batch[0])):
-        yield of_batches, list(members)
+    for of_batches, group in itertools.groupby(order, key=width):
+        members = list(group)
+        batches = range(0, len(members), batch_size)
+        yield of_batches, [members[n : n + batch_size] for n in batches]
 
 
 def assemble(sequences: Sequence[Sequence[Segment]], length: int, decoder_length: int = 0) -> Batch:

@@ -3,8 +3,8 @@
 Without it, a batch runs until its longest text ends, and computes the other rows for nothing. Here
 the program stops when a quarter of the rows have ended. Waiting sequences, whose prompts are read
 in batches of the same size, take their places, and the program goes on ("iteration-level
-scheduling", Yu et al. 2022, Orca). Shapes never change, so nothing is compiled again. The cost is
-the memory of a second batch. Texts are the same as without replacement."""
+scheduling", Yu et al. 2022, Orca). Shapes do not change. The cost is the memory of a second batch.
+Texts are the same as without replacement, up to rounding."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -22,17 +22,18 @@ from transformer.decoding.prefill import Search, decode_until, grow
 
 class Batches:
     """The programs that decode batches. `begin`: (params, *inputs) -> the state of the search after
-    the prompts, and the length of texts. Inputs are arrays with a row per sequence."""
+    the prompts. Inputs are arrays with a row per sequence."""
 
     def __init__(self, search: Search, model: nn.Module, begin: Callable, params: Any):
         def go_on(params, state, active):
             state = decode_until(search, model, params, state, active)
-            return state, (search.texts(state), search.active(state), used_slots(search, state))
+            slots = used_slots(search, state), state.cache.index
+            return state, (search.texts(state), search.active(state), *slots)
 
         sharding = jax.tree.leaves(params)[0].sharding
         is_on_mesh = isinstance(sharding, NamedSharding)
         replicated = NamedSharding(sharding.mesh, P()) if is_on_mesh else None  # all processes read
-        self._search, self._start = search, jax.jit(lambda *inputs: begin(*inputs)[0])
+        self._search, self._start = search, jax.jit(begin)
         self._grow = jax.jit(grow, static_argnames="tokens")
         self._go_on = jax.jit(go_on, donate_argnums=1, out_shardings=(None, replicated))
         replace = lambda old, new, rows_B: replace_rows(search, old, new, rows_B)
@@ -53,14 +54,15 @@ class Batches:
         state, rows = read()
         (size, length), names = jax.eval_shape(self._search.texts, state).shape, dict(rows)
         more = length // 2 if length >= prefill.MANY else 0  # as in `decode`
-        state = self._grow(state, length - more)
+        state = self._grow(state, length - more - 1)  # no step reads the last token of a text
         while names:
             most = 3 * size // 4 if waiting or following else 0
             state, outputs = self._go_on(params, state, most)
-            texts, active, used = map(np.asarray, outputs)
+            texts, active, used, index = map(np.asarray, outputs)
             for row in [row for row in names if not active[row]]:
                 yield names.pop(row), texts[row]
-            if more and used > 3 * state.cache.tokens.segments_BxT.shape[1] // 4:
+            slots = state.cache.tokens.segments_BxT.shape[1]
+            if more and (index if new is None else used) > 3 * slots // 4:  # `new` frees slots
                 state, more = self._grow(state, more), 0
             free, is_done = deque(set(range(size)) - set(names)), False
             while not is_done:

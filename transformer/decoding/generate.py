@@ -124,8 +124,8 @@ class Generator:
         numbers = np.resize(np.asarray(numbers, np.uint32), batch_size) + np.uint32(self._calls)
         return inputs, real, limits, numbers
 
-    def _begin(self, params, inputs, real, limits, numbers) -> tuple[Any, int]:
-        """Returns the state of the search after the prompts, and the length of texts."""
+    def _begin(self, params, inputs, real, limits, numbers) -> Any:
+        """Returns the state of the search after the prompts."""
         decoding: DecodingConfig = self.config.decoding
         source, prompt, max_length = None, inputs, self.config.model.max_length
         masks, max_new = (real, None), min(decoding.max_extra, max_length - 1)
@@ -135,5 +135,4 @@ class Generator:
             masks = jnp.ones_like(prompt, bool), real
         logits, cache = begin(self._model, params, prompt, limits, max_new, source, *masks)
         keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(self.config.seed), numbers)
-        limits = jnp.minimum(limits, max_new)
-        return self._search.start(logits, cache, limits, keys, max_new), max_new
+        return self._search.start(logits, cache, jnp.minimum(limits, max_new), keys, max_new)

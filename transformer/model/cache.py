@@ -96,16 +96,16 @@ class Cache:
         return self.replace(layers=tuple(map(grown, self.layers, self.windows)), tokens=tokens)
 
     def move(self, index: jax.Array) -> "Cache":
-        """Returns this cache with `index` as its next slot. It moves all tokens to the left; the
-        slots that this drops must be empty."""
+        """Returns this cache with `index` as its next slot. It moves all tokens to the left, and
+        drops slots, which are empty in rows that are used further."""
         roll = lambda x, axis: jnp.roll(x, index - self.index, axis)
         layers = _map_slots(lambda x: roll(x, -2), self.layers)
         tokens = jax.tree.map(lambda x: roll(x, 1), self.tokens)
         return self.replace(layers=layers, tokens=tokens, index=index)
 
     def take(self, new: "Cache", choose: Callable) -> "Cache":
-        """Returns this cache with rows of another, the last token of which takes the last one's
-        slot. `choose(old, new)` returns an array with the rows of both that the result has."""
+        """Returns this cache with rows of `new`, whose last tokens move to the slot of the last one
+        here. `choose(old, new)` returns an array with the rows of both that the result has."""
         length = new.tokens.segments_BxT.shape[1]
 
         def put(old, new):
