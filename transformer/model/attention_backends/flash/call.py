@@ -42,13 +42,6 @@ def bytes_per_token(itemsize: int, H: int, V: int, tables: int) -> int:
     return of_queries + of_bias + tables * 2 * 2 * (itemsize + 4) * lanes(max(H, V))
 
 
-def memory() -> int:
-    """Returns the bytes of on-chip memory of the device that the program is traced for."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    kind = device.device_kind if device is not None else jax.devices()[0].device_kind
-    return MEMORY.get(kind, 128) * 2**20
-
-
 def on_gpu() -> bool:
     """Returns whether the kernels are those for GPUs."""
     return platform() == "gpu"
@@ -59,7 +52,10 @@ def block_size(itemsize: int, H: int, V: int, tables: int) -> int:
     GPUs read keys and values from their main memory."""
     if on_gpu():
         return 2**30
-    most = (int(0.9 * memory()) - TILES) // bytes_per_token(itemsize, H, V, tables)
+    device = jax.sharding.get_abstract_mesh().abstract_device  # which the program is traced for
+    kind = device.device_kind if device is not None else jax.devices()[0].device_kind
+    memory = MEMORY.get(kind, 128) * 2**20
+    most = (int(0.9 * memory) - TILES) // bytes_per_token(itemsize, H, V, tables)
     return most // max(COST) * max(COST) or max(most // LANES * LANES, LANES)
 
 
