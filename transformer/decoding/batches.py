@@ -67,6 +67,7 @@ class Batches:
             free, is_done = deque(set(range(size)) - set(names)), False
             while not is_done:
                 if free and following and not waiting:
+                    new = None  # frees its memory
                     new, waiting = read()
                 rows_B = np.full(size, -1)
                 while free and waiting:

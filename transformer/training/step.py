@@ -80,7 +80,8 @@ def run_model(
     results, sown = model.apply(params, *tokens, **options)
     features, labels = results if len(predicts) == 2 else (results, results)
     hidden, head = features if "tokens" in predicts else (None, None)
-    chunks = losses.auto_chunks(*batch["inputs"].shape, task.model.vocab_size, mesh)
+    batch_size, length = batch["inputs"].shape
+    chunks = losses.auto_chunks(batch_size, length, task.model.vocab_size, mesh)
     labels = labels if "labels" in predicts else None
     return ModelOutputs(hidden, head, labels, smoothing, z_loss, chunks), batch, sown
 
