@@ -39,7 +39,7 @@ class Registry(Mapping[str, type]):
         self, field: str, package: str, is_option: Callable = lambda field: True,
         as_dataclass: Callable[[type], type] = _frozen_dataclass,
     ):  # fmt: skip
-        """`is_option`: whether a config may set a field. `as_dataclass`: makes a class one."""
+        """`is_option`: whether a config may set a field. `as_dataclass`: decorates the classes."""
         self._field, self._package, self._is_option = field, package, is_option
         self._as_dataclass = as_dataclass
         self._classes: dict[str, type] = {}
