@@ -4,6 +4,7 @@ import dataclasses
 import importlib.metadata
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -76,6 +77,7 @@ def planned(tmp_path_factory):
     (folder / "small.py").write_text(FILE)
     command = [sys.executable, "-m", "transformer", "plan", f"--config={folder / 'small.py'}"]
     command += ["--topology=v5e:2x2", "--arms", "--kernels", f"--json={folder / 'plan.json'}"]
+    command += ["--price=1e6"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -95,6 +97,23 @@ def test_cycles_of_kernels_bound_the_step(planned):
         assert train["seconds_at_least"]["compute"] == pytest.approx(
             train["flops"] / 197e12 + longer, rel=1e-6
         )
+
+
+def test_all_runs_are_priced_together(planned):
+    """The file has two arms and three seeds."""
+    plans, text = planned
+    titles, *rows = [re.split("  +", line.strip()) for line in text.splitlines()[:3]]
+    number = lambda x: float(x.replace(",", ""))
+    total = 0
+    for name, *cells in rows:
+        hours = plans[name]["step_seconds_at_least"] * 10 / 3600 * 4
+        cost = dict(zip(titles, cells, strict=True))
+        assert number(cost["chip-hours of a run"]) == pytest.approx(hours, rel=0.05)
+        assert number(cost["price of a run"]) == pytest.approx(hours * 1e6, rel=0.05)
+        total += 3 * hours
+    found = re.search(r"6 runs \(3 of each arm\): at least (.*) chip-hours, price (.*) \(", text)
+    assert number(found[1]) == pytest.approx(total, rel=0.05)
+    assert number(found[2]) == pytest.approx(total * 1e6, rel=0.01)
 
 
 def test_arms_are_compared_by_the_cycles_of_their_kernels(planned):

@@ -103,7 +103,8 @@ def test_each_arm_is_compared_at_its_own_optimum(tmp_path):
     assert last is study and tuned_stage.folder == tmp_path / "tuned"
     curves, trials = tuning.search(study)
     assert {c.arm: len(c.tried) for c in curves} == {"rotary": 7, "alibi": 7}
-    assert len(trials) == 14 == 2 * tuning.runs_per_arm(study.sweep)
+    assert len(trials) == 14 == 2 * study.sweep.tuning_runs
+    assert study.sweep.runs_per_arm == 7 + 2 * len(study.sweep.seeds)
     rates = {arm: config.optimizer.learning_rate for arm, config in tuned_stage.configs.items()}
     assert rates == {arm: pytest.approx(x, rel=0.06) for arm, x in optimum.items()}
     assert all(curve.bracketed for curve in curves)

@@ -80,7 +80,7 @@ def describe(study: Study) -> str:
         first = ", ".join(f"{value:g}" for value in number.grid)
         lines.append(f"tuned       {number.field}: {first}{more}, for each arm")
     if sweep.tune:
-        runs = f"{tuning.runs_per_arm(sweep)} runs per arm by {tuning.METRIC}"
+        runs = f"{sweep.tuning_runs} runs per arm by {tuning.METRIC}"
         seeds = ", ".join(map(str, tuning.tuning_seeds(sweep)))
         lines.append(f"            {runs} (seeds {seeds}); then the runs above, tuned and untuned")
     lines += [f"declared    {x}: {sweep.declared[x]}" for x in SET_BY if x in sweep.declared]

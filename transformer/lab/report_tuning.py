@@ -12,7 +12,7 @@ from transformer.lab.figures import Style, add_legend, new_figure, styles
 from transformer.lab.formatting import number, signed, spell, spell_range
 from transformer.lab.page import Section
 from transformer.lab.statistics import Difference, difference, slope_interval
-from transformer.lab.tuning import METRIC, Curve, runs_per_arm, tuning_seeds
+from transformer.lab.tuning import METRIC, Curve, tuning_seeds
 from transformer.lab.verdict import Verdict
 from transformer.sweeps import Sweep
 
@@ -55,7 +55,7 @@ class Tuning(NamedTuple):
         return lines
 
     def section(self) -> Section:
-        pictures, runs = {}, runs_per_arm(self.sweep)
+        pictures, runs = {}, self.sweep.tuning_runs
         for name in self.numbers:
             caption = (
                 f"Tuning: {METRIC} against {name}, for each run (marks) with the parabola around "

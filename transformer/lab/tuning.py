@@ -177,11 +177,6 @@ def tuning_seeds(sweep: Sweep) -> tuple[int, ...]:
     return tuple(range(start, start + sweep.tune_seeds))
 
 
-def runs_per_arm(sweep: Sweep) -> int:
-    """Returns the number of tuning runs of each arm."""
-    return sweep.tune_seeds * sum(len(number.grid) + number.more for number in sweep.tune)
-
-
 def stages(study: Study) -> Iterator[Study]:
     """Yields the studies of a sweep, itself last. Each must finish before the next is requested."""
     while study.sweep.tune:

@@ -11,16 +11,20 @@ from transformer.planning.roofline import Roofline
 _STATE = "parameters, optimizer and gradients"
 
 
-def compare(plans: dict[str, Plan]) -> str:
-    """Returns a table of the training steps of several experiments."""
+def compare(plans: dict[str, Plan], runs_per_arm: int) -> str:
+    """Returns a table of the training steps of several experiments, and the cost of all runs."""
     counted = any(plan.kernels for plan in plans.values())
-    bounds = "step at least", "bound by", "MFU at most", "attention"
+    price = next(iter(plans.values())).price
+    bounds = ["step at least", "bound by", "MFU at most", "chip-hours of a run"]
+    bounds += ["price of a run"] * (price is not None) + ["attention"]
     rows = [["", "parameters", "FLOPs per token", "peak memory", *bounds, *["kernels"] * counted]]
     has_none = (plan for plan in plans.values() if plan.config.model.position == "none")
     base = next(has_none, next(iter(plans.values()))).kernel_cycles
     for name, plan in plans.items():
         part, roof = plan.train, plan.train.roofline
-        least = [seconds(plan.step), roof.bound, f"{plan.mfu:.1%}"] if plan.step else ["", "", ""]
+        cost = [_few(x) for name, x in plan.run.items() if name != "seconds"]
+        times = [seconds(plan.step), roof.bound, f"{plan.mfu:.1%}", *cost] if plan.step else []
+        least = times or [""] * (len(bounds) - 1)
         peak = format_bytes(part.peak) + ("" if plan.fits else " (!)")
         backends = " ".join(part.compiled.attention) if part.compiled else ""
         flops = human_count(plan.model_flops / plan.tokens)
@@ -29,7 +33,12 @@ def compare(plans: dict[str, Plan]) -> str:
         cells = [name, f"{plan.parameters:,}", flops, peak, *least, backends]
         rows.append([*cells, *[cost] * counted])
     note = "kernels: cycles of the attention kernels, relative to the arm without positions"
-    return "\n".join(table(rows) + ["", f"{note}, or else the first"] * counted) + "\n"
+    notes = [f"{note}, or else the first"] * counted
+    if all(plan.run for plan in plans.values()):
+        hours = runs_per_arm * sum(plan.run["chip_hours"] for plan in plans.values())
+        runs = f"{len(plans) * runs_per_arm} runs ({runs_per_arm} of each arm)"
+        notes.append(f"{runs}: at least {_cost(hours, price)}, without evaluation and checkpoints")
+    return "\n".join(table(rows) + [""] * bool(notes) + notes) + "\n"
 
 
 def kernels(plan: Plan) -> list[str]:
@@ -174,14 +183,12 @@ def _times(plan: Plan) -> list[str]:
         latencies = "the latencies of programs and collectives"
         lines.append(f"  {latencies} are not included, and exceed this time")
     if plan.step:
-        rate, run, price = plan.tokens / plan.step, plan.run, ""
+        rate, run = plan.tokens / plan.step, plan.run
         per_chip = f"{human_tokens(rate / plan.topology.chips)} tokens/s per chip"
         per_day = f"{human_tokens(rate * 86400)} tokens per day in total"
         lines.append(f"  MFU at most {plan.mfu:.1%}; {per_chip}, {per_day}")
-        if "money" in run:
-            price = f", price {_few(run['money'])} ({plan.price:g} per chip-hour)"
         least = human_time(run["seconds"]) + " min" * (run["seconds"] < 3600)
-        least += f", {_few(run['chip_hours'])} chip-hours{price}"
+        least += f", {_cost(run['chip_hours'], plan.price)}"
         lines.append(f"  run: at least {least}, without evaluation and checkpoints")
     if "decode" in parts and plan.topology.is_tpu:
         decoding, step = plan.config.decoding, parts["decode"].roofline.step
@@ -215,6 +222,11 @@ def table(rows: list[list[str]]) -> list[str]:
     """Returns rows as aligned lines: the first column to the left, all others to the right."""
     widths = [max(12, *map(len, column)) for column in zip(*rows, strict=True)]
     return columns([[name, *map(str.rjust, cells, widths[1:])] for name, *cells in rows])
+
+
+def _cost(chip_hours: float, price: float | None) -> str:
+    money = f", price {_few(chip_hours * price)} ({price:g} per chip-hour)" if price else ""
+    return f"{_few(chip_hours)} chip-hours{money}"
 
 
 def _few(x: float) -> str:

@@ -51,7 +51,7 @@ def run(args, overrides) -> int:
 
     machine = topology(args.topology, args.slices)
     source = args.config, overrides
-    configs = load_arms(*source)[1] if args.arms else {"": load_experiment(*source)}
+    sweep, configs = load_arms(*source) if args.arms else (None, {"": load_experiment(*source)})
     only = _check(args, machine)
     from transformer.planning import cycles, page, programs, search
     from transformer.planning.plan import make_plan
@@ -70,7 +70,7 @@ def run(args, overrides) -> int:
             options = {"only": only, "price": args.price, "kernels": kernels.get(arm, ())}
             plans[arm] = make_plan(config, machine, devices, report=log_arm, **options)
         fits = all(plan.fits for plan in plans.values())
-        text = page.compare(plans) if args.arms else page.page(plans[""])
+        text = page.compare(plans, sweep.runs_per_arm) if args.arms else page.page(plans[""])
         if args.kernels and not args.arms:
             text += "\n".join(["", *page.kernels(plans[""]), ""])
         numbers = {arm: plan.to_json() for arm, plan in plans.items()}
