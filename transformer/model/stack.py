@@ -292,9 +292,9 @@ def _scanned(cls: type[nn.Module], length: int, axis: str) -> type[nn.Module]:
     """Returns `cls` scanned `length` times. The module takes (carry, own, position, context). Its
     parameters and `own` are stacked on axis 0, whose logical name is `axis`."""
     return nn.scan(
-        cls, length=length, variable_axes=dict.fromkeys(("params", "losses", *WATCHED), 0),
-        split_rngs={"params": True, "dropout": True}, in_axes=(0, nn.broadcast, nn.broadcast),
-        metadata_params={nn.PARTITION_NAME: axis},
+        cls, length=length, split_rngs={"params": True, "dropout": True},
+        variable_axes=dict.fromkeys(("params", "losses", "intermediates", *WATCHED), 0),
+        in_axes=(0, nn.broadcast, nn.broadcast), metadata_params={nn.PARTITION_NAME: axis},
     )  # fmt: skip
 
 
