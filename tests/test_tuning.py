@@ -10,7 +10,7 @@ from studies import configs_and_facts, experiment, write_run
 
 from transformer import Sweep, UserError, product, tuned, vary, zipped
 from transformer.cli import main
-from transformer.lab import report, tuning
+from transformer.lab import report, report_tuning, tuning
 from transformer.lab.statistics import Parabola
 from transformer.lab.study import Study, load_study
 from transformer.mapping import to_mapping
@@ -193,6 +193,15 @@ def test_divergence_brackets_an_optimum(tmp_path):
     study = make_study(tmp_path / "all", tuned(RATE, 1e-3, 1.6e-2))
     with pytest.raises(UserError, match="diverged at every learning_rate"):
         play(study, lambda config: math.inf)
+
+
+def test_optimum_without_near_values_is_the_best_value_tried(tmp_path):
+    at = bowl({"rotary": 8e-3, "alibi": 8e-3})
+    study = make_study(tmp_path, tuned(RATE, 1e-3, 1.6e-2, more=0))
+    play(study, lambda config: 100 * at(config))
+    curve = tuning.search(study)[0][0]
+    assert curve.bracketed and curve.parabola is None and curve.optimum == 8e-3
+    assert report_tuning._optimum(curve) == "0.008 (best value tried)"
 
 
 def test_numbers_are_tuned_one_after_another(tmp_path):

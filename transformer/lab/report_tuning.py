@@ -68,8 +68,9 @@ class Tuning(NamedTuple):
             f"Each arm is tuned by {METRIC} with up to {runs} runs (seeds "
             f"{', '.join(map(str, tuning_seeds(self.sweep)))}, which the comparison does not use)."
             f"{more} The optimum is the minimum of a parabola in the logarithm of the number, "
-            "through the best value and its neighbors; its interval is Fieller's. The cost is that "
-            "of a number twice or half as large, in nats. Slopes: log2(optimum) to log2(size)."
+            "through the best value and its neighbors, or the best value tried if fewer than three "
+            "are near it; its interval is Fieller's. The cost is that of a number twice or half as "
+            "large, in nats. Slopes: log2(optimum) to log2(size)."
         )
         tables = [self.optima(), *([self.both()] if self.untuned else ()), *self.shifts()]
         return Section("Tuning", (), pictures, tables, note)
@@ -135,8 +136,8 @@ def _optimum(curve: Curve, brief: bool = False) -> str:
     if brief or not curve.bracketed:
         return f"{curve.optimum:g}{'' if curve.bracketed else ' (not bracketed)'}"
     low, high = curve.interval()
-    interval = f" [{low:g}, {high:g}]" if math.isfinite(low) else ""
-    interval = " (not identified)" if math.isinf(low) else interval
+    interval = " (not identified)" if math.isinf(low) else f" [{low:g}, {high:g}]"
+    interval = " (best value tried)" if math.isnan(low) else interval
     cost = "" if math.isnan(curve.flatness) else f", {number(curve.flatness)}"
     return f"{curve.optimum:g}{interval}{cost}"
 
