@@ -56,13 +56,11 @@ class Data:
                 raise UserError(f"data.length: {problem}; add text, or change it or data.held_out")
         if data.mixture:
             check_fields(sources)
-        if part != "train":
-            return JoinedBatches(sources) if data.mixture else sources[""]
         is_prepared = any(isinstance(store, Prepared) for store in self.stores.values())
-        if not data.mixture and not is_prepared:
-            return sources[""]
-        threads = 16 if is_prepared else 2  # each waits for the records of its batch
-        return MixedBatches(sources, self._turns(), data.batch_size, seed, threads)
+        if part == "train" and (data.mixture or is_prepared):
+            threads = 16 if is_prepared else 2  # each waits for the records of its batch
+            return MixedBatches(sources, self._turns(), data.batch_size, seed, threads)
+        return JoinedBatches(sources) if data.mixture else sources[""]
 
     def _sequences(self, name: str, part: str) -> Sequences:
         store, config = self.stores[name], self.config
