@@ -46,9 +46,8 @@ def write(job: Job, number: int, folder: Path, pieces) -> Path:
     counts = tokenize(folder, "train", _training(job, pieces[number]), tokenizer, job.columns)
     shard = folder / f"train-{number:05d}-of-{len(pieces):05d}.arrayrecord"
     entry = {"filename": shard.name, "take": 0, "counts": counts, "report": {}}
-    store = Store(folder, tokenizer, {})
-    sequences = job.data.chosen.sequences(store, "train", job) if counts["examples"] else None
-    if sequences is not None:
+    if counts["examples"]:
+        sequences = job.data.chosen.sequences(Store(folder, tokenizer, {}), "train", job)
         entry |= {"take": len(sequences.lengths), "report": sequences.report}
     if entry["take"]:
         writer = ArrayRecordWriter(str(shard), "group_size:1,uncompressed")
@@ -83,6 +82,5 @@ def _filled(job: Job, sequences) -> float:
     for i in rows:
         for segment in sequences.segments(i, lambda: np.random.default_rng(0)):
             used += len(segment.inputs) + (0 if segment.source is None else len(segment.source))
-    is_pair = job.model.is_encoder_decoder
-    width = job.data.decoder_length + job.data.length if is_pair else job.data.length
+    width = job.data.length + job.data.decoder_length * job.model.is_encoder_decoder
     return used / (len(rows) * width)
