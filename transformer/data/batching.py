@@ -202,8 +202,7 @@ def by_width(
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     for of_batches, group in itertools.groupby(order, key=width):
         members = list(group)
-        batches = range(0, len(members), batch_size)
-        yield of_batches, [members[n : n + batch_size] for n in batches]
+        yield of_batches, [members[n : n + batch_size] for n in range(0, len(members), batch_size)]
 
 
 def assemble(sequences: Sequence[Sequence[Segment]], length: int, decoder_length: int = 0) -> Batch:
