@@ -161,9 +161,8 @@ class Goodput:
 
     def __init__(self, log: Path, lines: list, earlier: Mapping, resume_step: int, began: float):
         """`lines`: of `log`, of earlier processes; `earlier`: their `record`; `began`: this one."""
-        kept = [line for line in lines if line["step"] <= resume_step]
         total = lambda name, lines: max((line.get(name, 0.0) for line in lines), default=0.0)
-        self._trained = total(TRAINED, kept)
+        self._trained = total(TRAINED, [line for line in lines if line["step"] <= resume_step])
         self.saving = total(SAVING, lines)  # seconds in which training waited for checkpoints
         self._paid = max(total(PAID, lines), earlier.get("paid_seconds", 0.0))
         if since := os.environ.get("TRANSFORMER_PAID_SINCE"):
