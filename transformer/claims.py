@@ -259,9 +259,8 @@ def holding(claims: Sequence[Claim]) -> Iterator[None]:
                 if holder is None:
                     continue
                 if holder.is_visible() or claim.age() < last_age or time.monotonic() > deadline:
-                    problem = f"{folder} is in use by {claim.who()}"
                     way_out = "wait until it ends, stop it, or choose another directory"
-                    raise UserError(f"--workdir: {problem}; {way_out}")
+                    raise UserError(f"--workdir: {folder} is in use by {claim.who()}; {way_out}")
                 if not announced:
                     announced = True
                     used = f"{folder} was in use by {claim.who()}, which is not visible"
