@@ -54,7 +54,6 @@ def sections(verdict: Verdict) -> list[Section]:
     timed = {"loss_by_time": curves.pop("loss_by_time")} if "loss_by_time" in curves else {}
     disturbed, other = tables.disturbances(results), tables.measured(verdict)
     study, evaluated, costs = results.study, [], tables.cost(verdict, not disturbed)
-    about_costs = tables.COST + tables.PLANNED * ("kernels" in costs[0])
     for name in dict.fromkeys(x.evaluator for x in verdict.profiles):
         profiles = [x for x in verdict.profiles if x.evaluator == name]
         drawn = {k: figure for x in profiles for k, figure in figures.profile(verdict, x).items()}
@@ -71,7 +70,7 @@ def sections(verdict: Verdict) -> list[Section]:
         Section("Setup", about(results)),
         Section("Scans", (), figures.scanned(verdict), tables.scanned(verdict), tables.SCANNED),
         Section("Training", (), curves | ({} if disturbed else timed)),
-        Section("Cost", (), {}, [costs], about_costs),
+        Section("Cost", (), {}, [costs], tables.COST + tables.PLANNED * ("kernels" in costs[0])),
         slow if disturbed else Section(""),
         Section("Other metrics", (), {}, [other] if other else []),
         *evaluated,
