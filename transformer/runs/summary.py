@@ -86,11 +86,10 @@ def _text(config: Experiment, data: Data, verbose: bool) -> str:
 
 
 def _batches(config: Experiment, batches: Stream) -> str:
-    tokens = config.data.batch_size * config.data.length
     left_out = "".join(f"; {event(number, text)}" for text, number in batches.report.items())
     epochs = batches.epochs(config.train.steps).items()
     epochs = ", ".join(f"{number:.1f} epochs" + f" of {x}" * bool(x) for x, number in epochs)
-    return f"batches     {tokens:,} tokens, {epochs}{left_out}"
+    return f"batches     {config.data.batch_size * config.data.length:,} tokens, {epochs}{left_out}"
 
 
 def _advice(config: Experiment, data: Data) -> list[str]:
