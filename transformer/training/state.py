@@ -87,9 +87,8 @@ def relayout(
 
 
 def init_state(
-    config: Task, model: nn.Module, optimizer: optax.GradientTransformation,
-    shardings: TrainState,
-) -> TrainState:  # fmt: skip
+    config: Task, model: nn.Module, optimizer: optax.GradientTransformation, shardings: TrainState
+) -> TrainState:
     """Initializes the state of step 0, sharded as `shardings` (from `abstract_state`)."""
     make = state_maker(config, model, optimizer)
     init = jax.jit(lambda key: unbox(make(key)), out_shardings=shardings)
