@@ -19,7 +19,7 @@ from transformer.model.layout import by_layer
 from transformer.model.network import build_model
 from transformer.model.placements.base import Parts
 from transformer.parallel.sharding import Share
-from transformer.training.loss import auto_chunks
+from transformer.training.loss import auto_chunks, chunked
 from transformer.training.step import run_model
 
 Metrics = Iterator[tuple[str, float | str]]
@@ -91,13 +91,12 @@ class Subject:
         """Returns (-log p(target), most likely token), [B, T]. Holds few logits at a time."""
         count, length = targets_BxT.shape
         chunks = auto_chunks(count, length, self.config.model.vocab_size, self.mesh)
-        split = lambda x: jnp.moveaxis(x.reshape(count, chunks, -1, *x.shape[2:]), 1, 0)
 
         def of_chunk(chunk):
             logits, targets = head(chunk[0]), chunk[1]
             return token_losses(logits, targets), jnp.argmax(logits, axis=-1)
 
-        out = jax.lax.map(of_chunk, (split(h_BxTxE), split(targets_BxT)))
+        out = jax.lax.map(of_chunk, (chunked(h_BxTxE, chunks), chunked(targets_BxT, chunks)))
         return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(count, length), out)
 
 

@@ -123,7 +123,7 @@ def _chunk_gradient(residuals, weights_BxC, smoothing: float, z_loss: float):
     return d_BxCxV * weights_BxC[..., None]
 
 
-def _chunks(x, count: int):
+def chunked(x, count: int):
     """[B, T, ...] -> [count, B, T / count, ...]."""
     return jnp.moveaxis(x.reshape(x.shape[0], count, -1, *x.shape[2:]), 1, 0)
 
@@ -138,7 +138,7 @@ def cross_entropy(
     def local_sums(h, head, targets, weights):
         sums_of = lambda h, *targets: _chunk(h, head, *targets, smoothing, z_loss)[0]
         add = lambda sums, chunk: (jax.tree.map(jnp.add, sums, sums_of(*chunk)), None)
-        parts = tuple(_chunks(x, chunks) for x in (h, targets, weights))
+        parts = tuple(chunked(x, chunks) for x in (h, targets, weights))
         return jax.lax.scan(add, Sums.zero(), parts)[0], None, None
 
     return _on_each_device(local_sums, chunks, h_BxTxD, head, targets_BxT, weights_BxT)[0]
@@ -155,7 +155,7 @@ def _forward(h_BxTxD, head: Head, targets_BxT, weights_BxT, smoothing, z_loss, c
             return jax.tree.map(jnp.add, (sums, d_head), (chunk_sums, chunk_d_head)), d_h
 
         zero = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), head)
-        parts = tuple(_chunks(x, chunks) for x in (h, targets, weights))
+        parts = tuple(chunked(x, chunks) for x in (h, targets, weights))
         (sums, d_head), d_h = jax.lax.scan(add, (Sums.zero(), zero), parts)
         return sums, jnp.moveaxis(d_h, 0, 1).reshape(h.shape), d_head
 
