@@ -36,8 +36,7 @@ class Batches:
         self._search, self._start = search, jax.jit(begin)
         self._grow = jax.jit(grow, static_argnames="tokens")
         self._go_on = jax.jit(go_on, donate_argnums=1, out_shardings=(None, replicated))
-        replace = lambda old, new, rows_B: replace_rows(search, old, new, rows_B)
-        self._replace = jax.jit(replace, donate_argnums=0)
+        self._replace = jax.jit(lambda *args: replace_rows(search, *args), donate_argnums=0)
 
     def decode(
         self, params: Any, batches: Sequence[Sequence[Any]], inputs: Callable
