@@ -59,8 +59,8 @@ class MLP(nn.Module):
         cfg, names, act = self.config, ("embed", "ff"), ACTIVATIONS[self.config.activation]
         up = functools.partial(Linear, cfg, (cfg.ff_size,), names, cfg.use_bias, self.gain)
         hidden = lambda name: context.canon(self, f"D_{name}", ("ff",), up(name=name)(x_BxTxD))
-        h_BxTxF, gate = hidden("in"), lambda: hidden("gate")
-        h_BxTxF = gated(act, cfg.glu_limit, gate(), h_BxTxF) if cfg.glu else act(h_BxTxF)
+        h_BxTxF = hidden("in")
+        h_BxTxF = gated(act, cfg.glu_limit, hidden("gate"), h_BxTxF) if cfg.glu else act(h_BxTxF)
         h_BxTxF = constrain(h_BxTxF, ("batch", "length", "activation_ff"))
         h_BxTxF = Dropout(cfg.activation_dropout)(h_BxTxF, deterministic)
         gain = self.gain * self.out_gain

@@ -130,8 +130,7 @@ class Experts(nn.Module):
         def apply(x, matrices: dict[str, Matrix], product: Product, key):
             """Returns FF_e(x) for each row of x, whose expert `product` determines."""
             act, h = ACTIVATIONS[cfg.activation], product(x, matrices["in"])
-            gate = lambda: product(x, matrices["gate"])
-            h = gated(act, cfg.glu_limit, gate(), h) if cfg.glu else act(h)
+            h = gated(act, cfg.glu_limit, product(x, matrices["gate"]), h) if cfg.glu else act(h)
             return product(drop(key, rate, h) if rate else h, matrices["out"])
 
         dispatch = with_capacity(kind.capacity_factor) if kind.capacity_factor else dropless
