@@ -126,9 +126,8 @@ class BeamSearch(NamedTuple):
         ended = jnp.take_along_axis(all_text, best[..., None], axis=1)
 
         live_logp, best = jax.lax.top_k(jnp.where(ends, NEVER, real_logp), k)
-        at = lambda x: best.reshape(best.shape + (1,) * (x.ndim - 2))
-        pick = lambda x: jnp.take_along_axis(x, at(x), axis=1)
-        keep = lambda new, old: jnp.where(open_B.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
+        pick = lambda x: jnp.take_along_axis(x, jnp.expand_dims(best, range(2, x.ndim)), axis=1)
+        keep = lambda new, old: jnp.where(jnp.expand_dims(open_B, range(1, new.ndim)), new, old)
         live = keep(pick(text), beams.live_BxKxL), keep(live_logp, beams.live_logp_BxK)
         old_rows = (jnp.arange(batch)[:, None] * k + pick(from_beam)).reshape(-1)
         cache, hypotheses = cache.reorder(lambda x: x[old_rows]), (*live, ended, ended_score)
