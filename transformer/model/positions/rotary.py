@@ -63,10 +63,9 @@ class Rotary(Position):
 
     def at(self, positions_BxT):
         rotated, length_B = int(self.d_head * self.fraction), jnp.max(positions_BxT, axis=1) + 1
-        frequency_BxP = self._scaling.frequencies(self.theta, rotated, length_B)
-        frequency_BxP = jnp.broadcast_to(frequency_BxP, (positions_BxT.shape[0], rotated // 2))
-        phase_BxTxP = positions_BxT[..., None].astype(jnp.float32) * frequency_BxP[:, None]
-        phase_BxTx1xP = phase_BxTxP[:, :, None]
+        frequency = self._scaling.frequencies(self.theta, rotated, length_B)  # [P] or [B, P]
+        t_BxTx1x1 = positions_BxT[..., None, None].astype(jnp.float32)
+        phase_BxTx1xP = t_BxTx1x1 * frequency[..., None, None, :]
         sin, cos = (self._scaling.magnitude * f(phase_BxTx1xP) for f in (jnp.sin, jnp.cos))
         return self.replace(sin_BxTx1xP=sin, cos_BxTx1xP=cos)
 
