@@ -295,6 +295,5 @@ def _of_distances(tiles_NxXxRxC: jax.Array) -> jax.Array:
     # Rows that are one shorter than what they contain move to the right, each by one more
     skewed = more.reshape(heads, count, -1)[..., :-size].reshape(heads, count, size, -1)
     sums = jnp.pad(jnp.sum(skewed, axis=2), ((0, 0), (0, 0), (0, 1)))
-    low, high = sums[..., :size], sums[..., size:]
     pad = lambda x, *more: jnp.pad(x, ((0, 0), more, (0, 0)))
-    return (pad(low, 0, 1) + pad(high, 1, 0)).reshape(heads, -1)
+    return (pad(sums[..., :size], 0, 1) + pad(sums[..., size:], 1, 0)).reshape(heads, -1)
