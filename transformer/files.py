@@ -40,8 +40,7 @@ def check_disk_space(folder: Path, needed: int, what: str) -> None:
     """Raises UserError if `needed` bytes of `what` do not fit on the disk of `folder`."""
     while not folder.exists():
         folder = folder.parent
-    free = shutil.disk_usage(folder).free
-    if free < needed:
+    if (free := shutil.disk_usage(folder).free) < needed:
         problem = f"the disk has {free / 1e6:,.1f} MB left, but {what} takes {needed / 1e6:,.1f} MB"
         raise UserError(f"{folder}: {problem}; free some space and start again")
 

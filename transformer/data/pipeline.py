@@ -98,8 +98,7 @@ def check_special_tokens(model: ModelConfig, tokenizer: Tokenizer) -> None:
     """Raises UserError if a special token is not the tokenizer's, or exceeds the vocabulary."""
     for field, token in special_tokens(model, tokenizer).items():
         # Of several eos tokens, a tokenizer writes the first.
-        configured = as_tuple(getattr(model, field))[:1]
-        if configured not in ((), (token,)):
+        if (configured := as_tuple(getattr(model, field))[:1]) not in ((), (token,)):
             name = {"pad_id": "padding"}.get(field, field)
             problem = f"{configured[0]}, but the tokenizer's {name} is {token}"
             raise UserError(f"model.{field}: {problem}; set it to that, or to None")

@@ -250,8 +250,7 @@ def provide_tokenizer(
 
 
 def check_size(tokenizer: Tokenizer, config: DataConfig, vocab_size: int) -> None:
-    needed = tokenizer.vocab_size + config.chosen.num_added_tokens(tokenizer)
-    if needed > vocab_size:
+    if (needed := tokenizer.vocab_size + config.chosen.num_added_tokens(tokenizer)) > vocab_size:
         pieces = f"the {tokenizer.vocab_size} pieces of {config.tokenizer.path}"
         total = f"{pieces} and the objective's special tokens are {needed}"
         raise UserError(f"model.vocab_size: {vocab_size}, but {total}; increase it")

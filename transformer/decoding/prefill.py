@@ -130,8 +130,7 @@ def _check(model: nn.Module, prompt_BxP: Any, source_BxS: Any, slots: int = 0) -
     for name, tokens in {"prompt": prompt_BxP, "source": source_BxS}.items():
         if tokens is not None:
             check_tokens(model.config, tokens, name)
-    last = model.config.last_position
-    if last is not None and slots > last + 1:
+    if (last := model.config.last_position) is not None and slots > last + 1:
         end = f"but the positions of this model end at {last} (model.max_length)"
         raise UserError(f"max_new: prompt and answer take {slots} positions, {end}; reduce max_new")
 

@@ -179,8 +179,7 @@ def _check_rounds(config) -> None:
     rounds = config.pipeline_rounds
     for side in config.sides if rounds > 1 else ():
         period = config.period(side)
-        repeats = config.num_layers(side) // period
-        if repeats % rounds:
+        if (repeats := config.num_layers(side) // period) % rounds:
             layers = f"{side} layers" if period == 1 else f"periods of {period} {side} layers"
             problem = f"{rounds} does not divide the {repeats} {layers}"
             raise UserError(f"model.pipeline_rounds: {problem}; change one of them")

@@ -79,8 +79,7 @@ class _Denoising(Objective):
         size = self.piece(task)
         if size < 2:
             return f"does not fit into data.length = {task.data.length}; increase data.length"
-        spans = max(d.counts(size)[1] for d in self.denoisers)
-        if spans > self.sentinels:
+        if (spans := max(d.counts(size)[1] for d in self.denoisers)) > self.sentinels:
             needs = f"{spans} spans in pieces of {size} tokens"
             return f"has {self.sentinels} sentinels, but {needs}; increase sentinels or mean_length"
 

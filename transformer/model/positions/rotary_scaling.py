@@ -125,8 +125,7 @@ class LongRoPEScaling(Scaling):
 
     def check(self, theta, d):
         for name in ("short_factors", "long_factors"):
-            factors = getattr(self, name)
-            if len(factors) != d // 2 or not all(x > 0 for x in factors):
+            if len(factors := getattr(self, name)) != d // 2 or not all(x > 0 for x in factors):
                 return f"{name}: {factors} must have {d // 2} numbers over 0, one per rotated pair"
         return super().check(theta, d)
 
