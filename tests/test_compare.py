@@ -27,9 +27,9 @@ def test_verdict_agrees_with_confidence_intervals(tmp_path):
     assert [row.outcome for row in (a, b, c)] == ["baseline", "worse", "undetected"]
     assert re.fullmatch(
         r"b is worse than a: its test/loss is 0\.1015 \[0\.09\d\d, 0\.10\d\d\] nats per "
-        r"token higher; c does not differ detectably from a: the difference is between -0\.\d+ and "
-        r"\+0\.\d+ nats per token \(95 % intervals over 4 seeds, p < 0\.001 for detectable "
-        r"differences\)\.",
+        r"token higher; c does not differ detectably from a: the difference is \+0\.000 "
+        r"\[-0\.\d+, \+0\.\d+\] nats per token \(95 % intervals over 4 seeds, corrected "
+        r"p < 0\.001 for detectable differences\)\.",
         judged.sentences[0],
     )
     assert a.value.half > 0.1 > b.to_baseline.mean.half, "pairing narrows the interval"
@@ -54,8 +54,11 @@ def test_indistinguishable_arms_share_a_sentence(tmp_path):
                     model__d_ff=32 + 8 * arm,
                 )
     few, many = compare(tmp_path / "2").sentences, compare(tmp_path / "10").sentences
-    assert few[0].startswith("arm1 and arm2 do not differ detectably from arm0: the difference is")
-    assert many[0].startswith("10 other arms do not differ detectably from arm0: the difference is")
+    assert few[0].startswith(
+        "arm1 and arm2 do not differ detectably from arm0: the differences are"
+    )
+    several = "10 other arms do not differ detectably from arm0: the differences are between"
+    assert many[0].startswith(several)
     assert len(few) == len(many) == 1 and few[0].endswith("or more).")
 
 
@@ -70,7 +73,8 @@ def test_clear_winner_is_named_first(tmp_path):
         .sentences[0]
         .startswith(
             "c and b are better than a: their test/loss is 0.4990 [0.4965, 0.5015] and "
-            "0.0990 [0.0965, 0.1015] nats per token lower (95 % intervals over 3 seeds, p < 0.001"
+            "0.0990 [0.0965, 0.1015] nats per token lower (95 % intervals over 3 seeds, corrected "
+            "p < 0.001"
         )
     )
     runs = sorted(path.parent for path in tmp_path.glob("[ab]/*/config.json"))
@@ -89,10 +93,10 @@ def test_difference_that_the_correction_makes_undetectable_is_explained(tmp_path
     judged = compare(tmp_path)
     versus = judged.rows["b"].to_baseline
     assert versus.mean.low > 0 and versus.p > 0.05 and judged.rows["b"].outcome == "undetected"
-    assert judged.sentences[0].startswith("b, c and d do not differ detectably from a")
-    assert "b: the interval excludes zero, but p is too large after the correction." in (
-        judged.sentences
-    )
+    answer = "b, c and d do not differ detectably from a: the differences are +0.15 [+0.03, +0.28]"
+    assert judged.sentences[0].startswith(answer) and "corrected p = 0.10" in judged.sentences[0]
+    text = report.rendered("report.md", judged, report.sections(judged))
+    assert "one may exclude zero" in text.replace("\n", " ")
 
 
 def test_constant_difference_is_not_tested(tmp_path):

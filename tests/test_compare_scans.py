@@ -253,7 +253,7 @@ def test_interaction_equals_the_difference_of_differences(tmp_path):
     by_hand = stats.ttest_1samp(with_alibi - with_rotary, 0.0)
     both = judged.effects[-1]
     assert both.versus.mean.mean == pytest.approx(np.mean(with_alibi - with_rotary))
-    assert both.at == pytest.approx((with_rotary.mean(), with_alibi.mean()))
+    assert [x.mean for x in both.at] == pytest.approx([with_rotary.mean(), with_alibi.mean()])
     interval = by_hand.confidence_interval(0.95)
     assert (both.versus.mean.low, both.versus.mean.high) == pytest.approx(tuple(interval))
     averaged = stats.ttest_1samp((with_rotary + with_alibi) / 2, 0.0).pvalue
@@ -263,11 +263,23 @@ def test_interaction_equals_the_difference_of_differences(tmp_path):
     ps = sorted(effect.versus.p for effect in judged.effects)
     assert ps == pytest.approx(np.minimum(holm, 1))
     (sentence,) = [line for line in judged.sentences if "depend on" in line]
+    ends = [stats.ttest_1samp(x, 0.0).confidence_interval(0.95) for x in (with_rotary, with_alibi)]
+    at = [
+        f"{x.mean():+.3f} [{low:+.3f}, {high:+.3f}]"
+        for x, (low, high) in zip((with_rotary, with_alibi), ends, strict=True)
+    ]
     assert sentence.startswith(
         "Does the effect of norm_placement depend on position? Yes: post instead of pre changes "
-        f"test/loss by {with_rotary.mean():+.3f} with rotary and by {with_alibi.mean():+.3f} with "
-        "alibi. The difference of these differences is +0.1"
+        f"test/loss by {at[0]} with rotary and by {at[1]} with alibi. The difference of these "
+        "differences is +0.1"
     )
+    # The first field of the grid is the one that the study asks about.
+    answer, *others = judged.sentences
+    assert answer.startswith(
+        "Averaged over position, post is better than pre: its test/loss is 0.1"
+    )
+    assert not any("post instead of pre lowers" in line for line in others)
+    assert any("are better than pre-rotary" in line for line in others)
     page = report.write(judged, tmp_path / "report").read_text()
     assert "Interaction of norm_placement and position" in page
     assert "norm_placement: post - pre x position: alibi - rotary" in page

@@ -156,8 +156,8 @@ def test_the_report_of_a_ladder_has_multipliers_and_predictions(study):
     assert not missing and points["pre"].loss.shape == (12, 3)
     np.testing.assert_allclose(points["pre"].C, 7 * points["pre"].N * points["pre"].D)
     assert "times the compute of pre for equal loss" in judged.sentences[0]
-    (effect,) = [sentence for sentence in judged.sentences if "instead of pre" in sentence]
-    assert effect.startswith("Averaged over the sizes, peri instead of pre")
+    (effect,) = [sentence for sentence in judged.sentences if "than pre:" in sentence]
+    assert effect.startswith("Averaged over the sizes, peri is better than pre: its test/loss is")
     page = report.write(judged, study / "report", more).read_text()
     text = (study / "report/report.md").read_text()
     assert "<h2>Scaling</h2>" in page and "held out" in text and "(extrapolated)" in text

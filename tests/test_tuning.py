@@ -10,7 +10,7 @@ from studies import configs_and_facts, experiment, write_run
 
 from transformer import Sweep, UserError, product, tuned, vary, zipped
 from transformer.cli import main
-from transformer.lab import report, report_tuning, tuning
+from transformer.lab import report, report_tuning, results, tuning
 from transformer.lab.statistics import Parabola
 from transformer.lab.study import Study, load_study
 from transformer.mapping import to_mapping
@@ -104,7 +104,6 @@ def test_each_arm_is_compared_at_its_own_optimum(tmp_path):
     curves, trials = tuning.search(study)
     assert {c.arm: len(c.tried) for c in curves} == {"rotary": 7, "alibi": 7}
     assert len(trials) == 14 == 2 * study.sweep.tuning_runs
-    assert study.sweep.runs_per_arm == 7 + 2 * len(study.sweep.seeds)
     rates = {arm: config.optimizer.learning_rate for arm, config in tuned_stage.configs.items()}
     assert rates == {arm: pytest.approx(x, rel=0.06) for arm, x in optimum.items()}
     assert all(curve.bracketed for curve in curves)
@@ -133,12 +132,27 @@ def test_report_compares_tuned_and_untuned_arms(tmp_path):
     verdict, (section,) = report.judge([tmp_path], "", "", None)
     assert verdict.rows["alibi"].outcome == "undetected"
     assert verdict.sentences[0].startswith("With each arm tuned: ")
-    assert "alibi (worse without, undetected with tuning)" in verdict.sentences[1]
+    assert "alibi from worse (untuned) to undetected (tuned)" in verdict.sentences[1]
     optima, both = section.tables
     assert optima[1][1].startswith("0.001 ") and optima[2][1].startswith("0.016")
     assert both[2][0] == "alibi" and both[2][-1].startswith("-0.32")  # 4 doublings squared
     page = report.write(verdict, tmp_path / "report", [section]).read_text()
     assert "<h2>Tuning</h2>" in page and (tmp_path / "report/figures").glob("tuning_*.png")
+    assert "8 steps of pydoc, learning rate 0.001 to 0.016" in page
+    assert "up to 7 runs, with seed 3, which" in page and "Slopes:" not in page
+    commands = report.reproduction_commands
+    assert "--untuned" in commands(results.read([tmp_path]))
+    assert "--untuned" not in commands(verdict.results)
+
+
+def test_report_names_the_arms_whose_optimum_is_only_bounded(tmp_path):
+    study = make_study(tmp_path, tuned(RATE, 1e-3, 1.6e-2, more=0))
+    study.write()
+    at = bowl({"rotary": 8e-3, "alibi": 8e-3}, curvature=2.0)
+    play(study, at)
+    sentences = report.judge([tmp_path], "", "", None)[0].sentences
+    known = "only known to be between 0.004 and 0.016; 0.008 was used."
+    assert f"The best learning_rate of rotary, alibi is {known}" in sentences
 
 
 def test_report_states_how_an_optimum_depends_on_a_size(tmp_path):
@@ -196,9 +210,9 @@ def test_divergence_brackets_an_optimum(tmp_path):
 
 
 def test_optimum_without_near_values_is_the_best_value_tried(tmp_path):
-    at = bowl({"rotary": 8e-3, "alibi": 8e-3})
+    at = bowl({"rotary": 8e-3, "alibi": 8e-3}, curvature=2.0)
     study = make_study(tmp_path, tuned(RATE, 1e-3, 1.6e-2, more=0))
-    play(study, lambda config: 100 * at(config))
+    play(study, at)
     curve = tuning.search(study)[0][0]
     assert curve.bracketed and curve.parabola is None and curve.optimum == 8e-3
     assert report_tuning._optimum(curve) == "0.008 (best value tried)"

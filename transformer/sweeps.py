@@ -237,11 +237,6 @@ class Sweep:
         return self.tune_seeds * sum(len(number.grid) + number.more for number in self.tune)
 
     @property
-    def runs_per_arm(self) -> int:
-        """The number of all runs of each arm: tuning, tuned and untuned."""
-        return self.tuning_runs + len(self.seeds) * (2 if self.tune else 1)
-
-    @property
     def arms(self) -> dict[str, Changes]:
         """Arm name -> its changes, baseline first."""
         return {name: point.changes for name, point in self.points.items()}

@@ -32,7 +32,7 @@ class Effect(NamedTuple):
 
     changes: tuple[tuple[str, str, str], ...]  # fields with two values: (norm_placement, pre, post)
     versus: Difference
-    at: tuple[float, ...] = ()  # of two fields: the effect of the first at both values of the other
+    at: tuple[Mean, ...] = ()  # of two fields: the effect of the first at both values of the other
 
     @property
     def name(self) -> str:
@@ -49,7 +49,7 @@ class Cells(NamedTuple):
         """Returns the values of a field, the baseline's first."""
         return list(dict.fromkeys(key[self.fields.index(field)] for key in self.values))
 
-    def contrast(self, *changes: tuple[str, str, str]) -> tuple[Difference, tuple[float, ...], int]:
+    def contrast(self, *changes: tuple[str, str, str]) -> tuple[Difference, tuple[Mean, ...], int]:
         """Returns an effect or interaction, its parts, and over how many settings it averages."""
         corners = list(itertools.product(*((a, b) for _, a, b in changes)))
         y, settings = self.averages([field for field, *_ in changes], corners)
@@ -57,7 +57,7 @@ class Cells(NamedTuple):
         if not others:
             return difference(y[b,], y[a,]), (), settings
         ((_, c, d),) = others
-        at = tuple(difference(y[b, x], y[a, x]).mean.mean for x in (c, d))
+        at = tuple(difference(y[b, x], y[a, x]).mean for x in (c, d))
         plus = lambda one, two: {seed: x + y[two][seed] for seed, x in y[one].items()}
         return difference(plus((a, c), (b, d)), plus((a, d), (b, c))), at, settings
 
@@ -115,11 +115,15 @@ def sentences(effects: Sequence[Effect], results: Results) -> list[str]:
     return lines + [_of_pair(pair, list(contrasts), results) for pair, contrasts in pairs]
 
 
+def averaged(field: str, results: Results) -> str:
+    """Returns the start of a sentence on the effect of a field."""
+    others = [short(other) for other in results.sweep.fields if other not in (field, "arm")]
+    return f"Averaged over {'the sizes' if results.sweep.ladder else ' and '.join(others)}, "
+
+
 def _of_field(effect: Effect, results: Results) -> str:
     ((field, a, b),), x = effect.changes, effect.versus.mean
-    others = [short(other) for other in results.sweep.fields if other not in (field, "arm")]
-    over = "the sizes" if results.sweep.ladder else " and ".join(others)
-    change = f"Averaged over {over}, {b} instead of {a}"
+    change = f"{averaged(field, results)}{b} instead of {a}"
     counts, metric = kind(results.sweep.metric, results.predicts_tokens).unit, results.sweep.metric
     if not effect.versus.is_detectable:
         size = f"{signed(x.mean, x.half)} [{spell_range(x)}]"
@@ -139,7 +143,7 @@ def _of_pair(pair: Sequence[str], contrasts: Sequence[Effect], results: Results)
     x, answer = effect.versus.mean, "Yes" if detected else "Not detectably"
     if len(contrasts) > 1:
         answer += f", in {len(detected) or 'any'} of {len(contrasts)} contrasts. The clearest"
-    at = [signed(part, x.half) for part in effect.at]
+    at = [f"{signed(part.mean, part.half)} [{spell_range(part)}]" for part in effect.at]
     return (
         f"{question} {answer}: {b} instead of {a} changes {results.sweep.metric} by {at[0]} with "
         f"{c} and by {at[1]} with {d}. The difference of these differences is "
@@ -150,7 +154,8 @@ def _of_pair(pair: Sequence[str], contrasts: Sequence[Effect], results: Results)
 def _certainty(effect: Effect) -> str:
     if math.isnan(effect.versus.p):
         return "in every seed, which leaves no spread for a t-test"
-    return f"(95 % interval over {effect.versus.mean.count} seeds, {p_value(effect.versus.p)})"
+    p = p_value(effect.versus.p)
+    return f"(95 % interval over {effect.versus.mean.count} seeds, corrected {p})"
 
 
 def tables(effects: Sequence[Effect]) -> list[list[list[str]]]:

@@ -204,8 +204,12 @@ def _differences(compared: Mapping[str, Row], verdict: Verdict) -> Figure:
     axes.set_ylim(len(labels) - 0.5, -0.5)
     axes.grid(axis="y", visible=False)
     left, right = ("worse", "better") if sweep.higher_is_better else ("better", "worse")
-    label = f"{caption_of(sweep.metric, verdict.results)}:\ndifference from {sweep.baseline}"
-    axes.set_xlabel(f"\u2190 {left}        {right} \u2192\n{label}")
+    axes.set_xlabel(
+        f"{caption_of(sweep.metric, verdict.results)}:\ndifference from {sweep.baseline}"
+    )
+    at_zero = {"xy": (0, 1), "xycoords": axes.get_xaxis_transform(), "fontsize": 8, "va": "bottom"}
+    for text, side in ((f"\u2190 {left}  ", "right"), (f"  {right} \u2192", "left")):
+        axes.annotate(text, ha=side, **at_zero)
     return figure
 
 

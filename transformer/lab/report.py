@@ -37,13 +37,14 @@ def judge(
         untuned = verdict_of(None) if any(run.folder.exists() for run in study.runs) else None
         tuning = Tuning(study.sweep, search(study)[0], verdict, untuned)
         answer, *rest = verdict.sentences
+        answer = answer.replace("Averaged", "averaged", 1)
         sentences = (f"With each arm tuned: {answer}", *tuning.sentences, *rest)
         verdict, more = verdict._replace(sentences=sentences), [tuning.section()]
     else:
         verdict = verdict_of(None)
     if scaling := report_scaling.section(verdict.results):
-        more, answer = [scaling, *more], scaling.lines[:1] or verdict.sentences[:1]
-        verdict = verdict._replace(sentences=(*answer, *verdict.sentences[1:]))
+        more = [scaling, *more]
+        verdict = verdict._replace(sentences=(*scaling.lines[:1], *verdict.sentences))
     return verdict, more
 
 
@@ -62,15 +63,15 @@ def sections(verdict: Verdict) -> list[Section]:
     speeds = [["arm", "tokens/s"], *([x.name, tables.speed(x)] for x in results.arms.values())]
     slow = Section("Speed, disturbed", disturbed, timed, [speeds], folded=True)
     return [
-        Section("", verdict.sentences[1:], shown, note=tables.LOGIC),
-        Section("Results", (), {}, [tables.outcome(verdict)], tables.NOTE),
+        Section("", verdict.sentences[1:], shown),
+        Section("Results", (), {}, [tables.outcome(verdict)]),
         Section("Left out or damaged", results.left_out),
         Section("Seeds", (), seeds | figures.interactions(verdict)),
         Section("Effects", (), {}, effects.tables(verdict.effects)),
         Section("Setup", about(results)),
-        Section("Scans", (), figures.scanned(verdict), tables.scanned(verdict), tables.SCANNED),
+        Section("Scans", (), figures.scanned(verdict), tables.scanned(verdict)),
         Section("Training", (), curves | ({} if disturbed else timed)),
-        Section("Cost", (), {}, [costs], tables.COST + tables.PLANNED * ("kernels" in costs[0])),
+        Section("Cost", (), {}, [costs]),
         slow if disturbed else Section(""),
         Section("Other metrics", (), {}, [other] if other else []),
         *evaluated,
@@ -100,8 +101,21 @@ def write(verdict: Verdict, folder: Path, more: Sequence[Section] = ()) -> Path:
 
 def rendered(template: str, verdict: Verdict, parts: Sequence[Section], files=()) -> str:
     """Returns the report as HTML (report.html) or as Markdown, for the appendix of a paper."""
-    values = {"title": verdict.results.title, "answer": verdict.sentences[0], "files": files}
+    results, answer = verdict.results, verdict.sentences[0]
+    values = {"title": results.title, "answer": answer, "scope": scope(results), "files": files}
     return page.render(template, sections=parts, counter=itertools.count(1), **values)
+
+
+def scope(results: Results) -> str:
+    """Returns the sizes of a comparison: of models, training and text."""
+    span = lambda xs: " to ".join(f"{x:,}" for x in dict.fromkeys((min(xs), max(xs))))
+    configs = [run.config for run in results.runs]
+    sizes = f"{span([arm.parameters or 0 for arm in results.arms.values()])} parameters"
+    texts = sorted({str(config.data.corpus or config.data.train) for config in configs})
+    steps = f"{span([config.train.steps for config in configs])} steps of {' and '.join(texts)}"
+    rates = [config.optimizer.learning_rate for config in configs]
+    same = " in all arms" * (min(rates) == max(rates))
+    return f"{sizes}, {steps}, learning rate {span(rates)}{same}"
 
 
 def about(results: Results) -> list[str]:
@@ -201,4 +215,5 @@ def reproduction_commands(results: Results) -> str:
     options = [f"--config={study.file}"] * bool(study.file)
     options += [f"--config.{key}={value}" for key, value in study.overrides.items()]
     command = ["python", "-m", "transformer", "sweep", *options, f"--workdir={results.folders[0]}"]
+    command += ["--untuned"] * bool(study.sweep.tune)
     return f"{shlex.join(command)}\n{shlex.join(compare)}"

@@ -11,12 +11,6 @@ from transformer.lab.multipliers import Estimate, Points, Scaling, fit_all, prof
 from transformer.lab.page import Section, Table
 from transformer.lab.results import Results
 
-NOTE = (
-    "k(C) solves L*_base(k C) = L*_arm(C), where L* is the lowest validation loss for C FLOPs: the "
-    "arm needs 1/k times the baseline's compute for equal loss. Brackets are 95 % intervals by a "
-    "bootstrap over whole runs, and by profile likelihood. Above the largest fitted budget, k is "
-    "extrapolated."
-)
 CAPTION = (
     "Validation loss at the end of each decay against training FLOPs. Lines: the lowest loss for a "
     "budget by each arm's law. Hollow: the size that is held out of the fit."
@@ -52,7 +46,7 @@ def section(results: Results) -> Section:
         columns = np.stack([x.N, x.D, x.C, x.loss], -1).tolist()
         rows += [[name, *run, *y] for run, ys in zip(x.runs, columns, strict=True) for y in ys]
     figures = {"scaling": (CAPTION, _figure(points, scaling, held))} if points else {}
-    return Section("Scaling", sentences, figures, tables, NOTE, csv={"scaling": rows})
+    return Section("Scaling", sentences, figures, tables, csv={"scaling": rows})
 
 
 def read_points(results: Results) -> tuple[dict[str, Points], dict[str, str]]:

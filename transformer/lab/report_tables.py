@@ -13,7 +13,7 @@ from transformer.lab import effects
 from transformer.lab.formatting import p_value, signed, spell
 from transformer.lab.profiles import Profile, measured_text
 from transformer.lab.results import Arm, Results
-from transformer.lab.verdict import Verdict, validated
+from transformer.lab.verdict import Verdict, from_to, validated
 from transformer.mapping import to_mapping
 from transformer.output import human_count, human_tokens
 from transformer.parallel.sharding import format_bytes
@@ -22,30 +22,6 @@ from transformer.parallel.sharding import format_bytes
 CONDITIONS = ("host", "devices", "mesh", "processes", "versions", "commit", "trained_together")
 FREE = 0.05, 0.5  # the share of a host's cores, and cores, that other processes may use
 PLACES = 9  # columns in the table of a profile, at most; profiles.csv contains all places
-SCANNED = (
-    "Sensitivity (Wortsman et al. 2023) is the mean loss over all scanned values minus the mean "
-    "loss at the best value. A run fails if it diverges, or if its final loss is log V or more, "
-    "the loss of uniform predictions; its loss then counts as log V. Each range is contiguous and "
-    "contains the best value."
-)
-LOGIC = (
-    "The verdict compares each arm with the baseline, paired by seed, and with no other arm. A "
-    "difference is detectable if its 95 % t interval excludes zero and the p value of a paired "
-    "t-test, Holm-corrected for the number of arms, is below 0.05. Effects of fields and their "
-    "interactions are tested likewise, and corrected together."
-)
-NOTE = (
-    "Means are over seeds, with 95 % t intervals, which end at the bounds of the metric. Intervals "
-    "are not corrected, so one may exclude zero although the corrected p is 0.05 or more."
-)
-COST = (
-    "Memory is the peak of a process, on the devices below; runs that were trained as one program "
-    "share it. Speed (tokens/s) compares arms only if all were measured under equal conditions."
-)
-PLANNED = (
-    " The planned step is a lower bound on its time. Kernels are cycles of a step's attention "
-    "kernels, relative to the arm without positions or, if there is none, to the first planned arm."
-)
 
 
 def outcome(verdict: Verdict) -> list[list[str]]:
@@ -171,11 +147,10 @@ def scanned(verdict: Verdict) -> list[list[list[str]]]:
     best = f"{verdict.results.sweep.metric} at the best value"
     ranges = [f"range within {effects.CLOSE:.0%} of the best", "range without failed seeds"]
     rows = [["field", "arms", "scanned range", "best value", best, *ranges, "sensitivity"]]
-    spell_range = lambda ends: f"{ends[0]:g} to {ends[1]:g}" if ends else "-"
     for scan in verdict.scans:
-        whole = spell_range((min(scan.points), max(scan.points)))
+        whole = from_to((min(scan.points), max(scan.points)))
         best = [f"{scan.best:g}", spell(scan.points[scan.best])]
-        around = [spell_range(scan.close), spell_range(scan.stable)]
+        around = [from_to(ends) if ends else "-" for ends in (scan.close, scan.stable)]
         sensitivity = "-" if math.isnan(scan.sensitivity) else f"{scan.sensitivity:.3f}"
         rows.append([scan.field, scan.setting or "all", whole, *best, *around, sensitivity])
     return [rows] if verdict.scans else []

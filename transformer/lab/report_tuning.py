@@ -41,37 +41,38 @@ class Tuning(NamedTuple):
             where += "; no slope is identified" * ({x for _, x, _ in rows} == {"not identified"})
             lines.append(f"The best {name} changes detectably with {field}{where}.")
         if self.untuned is not None:
-            changed, base = [], self.tuned.results.sweep.baseline
+            changed, base = {}, self.tuned.results.sweep.baseline
             for arm, row in self.tuned.rows.items():
                 if (before := self.untuned.rows[arm].outcome) != row.outcome:
-                    changed.append(f"{arm} ({before} without, {row.outcome} with tuning)")
-            line = f"Tuning changes the comparison with {base} for {', '.join(changed)}."
+                    changed.setdefault((before, row.outcome), []).append(arm)
+            for (before, after), arms in changed.items():
+                change = f"from {before} (untuned) to {after} (tuned)"
+                lines.append(f"Tuning changes {', '.join(arms)} {change}, compared with {base}.")
             same = f"Tuning does not change which arms differ detectably from {base}."
-            lines.append(line if changed else same)
-        for curve in (curve for curve in self.curves if not curve.bracketed):
-            edge = "smallest" if curve.best == curve.tried[0] else "largest"
-            found = f"The best {curve.number.name} of {curve.arm} is not bracketed"
-            lines.append(f"{found}: {curve.best:g} is the {edge} value tried.")
-        return lines
+            lines += [] if changed else [same]
+        doubts: dict[tuple[str, str], list[str]] = {}
+        for curve in self.curves:
+            tried, doubt = curve.tried, ""
+            at = tried.index(curve.best)
+            if not curve.bracketed:
+                edge = "largest" if at else "smallest"
+                doubt = f"is not bracketed: {curve.best:g} is the {edge} value tried"
+            elif curve.parabola is None:
+                between = f"between {tried[at - 1]:g} and {tried[at + 1]:g}"
+                doubt = f"is only known to be {between}; {curve.best:g} was used"
+            doubts.setdefault((curve.number.name, doubt), []).append(curve.arm)
+        of = lambda name, doubt: f"The best {name} of {', '.join(doubts[name, doubt])} {doubt}."
+        return lines + [of(name, doubt) for name, doubt in doubts if doubt]
 
     def section(self) -> Section:
-        pictures, runs = {}, self.sweep.tuning_runs
+        pictures, sweep = {}, self.sweep
         for name in self.numbers:
-            caption = (
-                f"Tuning: {METRIC} against {name}, for each run (marks) with the parabola around "
-                "the best value. A large mark is the optimum with its 95 % interval."
-            )
+            caption = f"Tuning: {METRIC} against {name}, for each run (marks), with parabolas."
             curves = [curve for curve in self.curves if curve.number.name == name]
             pictures[f"tuning_{name}"] = (caption, _draw(curves, styles(list(self.tuned.rows))))
-        more = "" if len(self.numbers) == 1 else " The numbers are tuned one after another."
-        note = (
-            f"Each arm is tuned by {METRIC} with up to {runs} runs (seeds "
-            f"{', '.join(map(str, tuning_seeds(self.sweep)))}, which the comparison does not use)."
-            f"{more} The optimum is the minimum of a parabola in the logarithm of the number, "
-            "through the best value and its neighbors, or the best value tried if fewer than three "
-            "are near it; its interval is Fieller's. The cost is that of a number twice or half as "
-            "large, in nats. Slopes: log2(optimum) to log2(size)."
-        )
+        seeds = f"seed{'s' * (sweep.tune_seeds > 1)} {', '.join(map(str, tuning_seeds(sweep)))}"
+        note = f"Each arm is tuned by {METRIC} with up to {sweep.tuning_runs} runs, with {seeds}, "
+        note += "which the comparison does not use."
         tables = [self.optima(), *([self.both()] if self.untuned else ()), *self.shifts()]
         return Section("Tuning", (), pictures, tables, note)
 

@@ -1,6 +1,6 @@
 """Derives a verdict from results: statistics by arm, and sentences that the intervals support.
 
-`LOGIC` (lab/report_tables.py) says which arms are compared and when a difference is detectable."""
+The first note in lab/notes.md says which arms are compared and when a difference is detectable."""
 
 import collections
 import itertools
@@ -17,7 +17,7 @@ from transformer.lab.statistics import Difference, Mean, corrected, difference
 from transformer.output import count
 from transformer.units import kind
 
-NAMED = 8  # arms that a sentence names, at most; the table has all of them
+NAMED, FEW = 8, 3  # arms that a sentence names, and whose sizes it states, at most
 
 
 class Row(NamedTuple):
@@ -58,9 +58,14 @@ def derive_verdict(results: Results) -> Verdict:
     found = effects.effects_of(cells, {scan.field for scan in scanned})
     # With many arms, the sentences on the scans replace those on each scanned arm.
     many = frozenset().union(*(scan.arms for scan in scanned)) if len(rows) > NAMED else frozenset()
+    by_arm = _verdict(results, rows, scanned if many else ())
+    of_first = lambda effect: [field for field, *_ in effect.changes] == [cells.fields[0]]
+    first = [x for x in found if of_first(x) and not many and not math.isnan(x.versus.p)]
+    lead = [_of_first_field(first, results)] if first else []
     sentences = (
-        _verdict(results, rows, scanned if many else ()),
-        *effects.sentences(found, results),
+        *(lead or [by_arm]),
+        *effects.sentences([x for x in found if x not in first], results),
+        *([by_arm] if lead and not sweep.ladder else ()),
         *(_of_scan(scan, results) for scan in scanned),
         *_of_arms(results, rows, many),
     )
@@ -117,42 +122,51 @@ def _verdict(results: Results, rows: Mapping[str, Row], scanned: Sequence[Scan])
             best = [f"{x} in {count(n, 'setting')}" for x, n in settings.most_common()]
         fields = " and ".join(dict.fromkeys(effects.short(x.field) for x in scanned))
         return f"The best {fields} by {metric} is {_listed(best)}."
-    compared = {name: rows[name] for name in finished if name != base}
-    differences = [row.to_baseline for row in compared.values()]
-    tested = [versus for versus in differences if not math.isnan(versus.p)]
-    if not tested:
+    compared = {name: rows[name].to_baseline for name in finished if name != base}
+    if all(math.isnan(versus.p) for versus in compared.values()):
         why = "the variation between seeds is unknown, because no two arms share two seeds"
-        if any(versus.mean.count > 1 for versus in differences):
+        if any(versus.mean.count > 1 for versus in compared.values()):
             equal = f"each arm differs from {base} by the same in every seed"
             why = f"{equal}, so a t-test has no spread"
         return f"No conclusion is possible: {why}."
-    if not any(x for versus in differences for x in versus.by_seed.values()):
+    if not any(x for versus in compared.values() for x in versus.by_seed.values()):
         return f"By {metric}, all arms are equal in every seed: {spell(rows[base].value)}."
-    clauses = _clauses(results, compared)
-    if gone := [name for name, row in rows.items() if row.arm.diverged and not row.value.count]:
-        clauses.append(f"{_listed(gone)} diverged in every seed")
+    gone = [name for name, row in rows.items() if row.arm.diverged and not row.value.count]
+    more = [f"{_listed(gone)} diverged in every seed"] if gone else []
+    return _sentence([*_clauses(results, base, compared), *more], compared, len(compared) > 1)
+
+
+def _of_first_field(contrasts: Sequence[Effect], results: Results) -> str:
+    """Compares the values of the first field of a grid, which is the one that is asked about."""
+    ((field, base, _),) = contrasts[0].changes
+    compared = {effect.changes[0][2]: effect.versus for effect in contrasts}
+    sentence = _sentence(_clauses(results, base, compared), compared, corrected=True)
+    return f"{effects.averaged(field, results)}{sentence}"
+
+
+def _sentence(clauses: Sequence[str], compared: Mapping[str, Difference], corrected: bool) -> str:
+    """Joins clauses to a sentence, with the certainty of the differences."""
+    tested = [versus for versus in compared.values() if not math.isnan(versus.p)]
     seeds = " or ".join(map(str, sorted({versus.mean.count for versus in tested})))
     detected = [versus.p for versus in tested if versus.is_detectable]
-    if len(tested) == 1:
-        certainty = f"95 % interval over {seeds} seeds, {p_value(tested[0].p)}"
-    else:
-        p = p_value(max(detected) if detected else min(versus.p for versus in tested))
-        bound = " or less" * ("=" in p) if detected else " or more"
-        bound += " for detectable differences" * (0 < len(detected) < len(tested))
-        certainty = f"95 % intervals over {seeds} seeds, {p}{bound}"
-    return f"{'; '.join(clauses)} ({certainty})."
+    p = p_value(max(detected) if detected else min(versus.p for versus in tested))
+    if len(tested) > 1:
+        p += " or less" * ("=" in p) if detected else " or more"
+        p += " for detectable differences" * (0 < len(detected) < len(tested))
+    certainty = f"95 % interval{'s' * (len(tested) > 1)} over {seeds} seeds"
+    return f"{'; '.join(clauses)} ({certainty}, {'corrected ' * corrected}{p})."
 
 
-def _clauses(results: Results, compared: Mapping[str, Row]) -> list[str]:
-    metric, base = results.sweep.metric, results.sweep.baseline
+def _clauses(results: Results, base: str, compared: Mapping[str, Difference]) -> list[str]:
+    metric, sign = results.sweep.metric, -1.0 if results.sweep.higher_is_better else 1.0
     counts = kind(metric, results.predicts_tokens).unit
-    names = lambda outcome: [name for name, row in compared.items() if row.outcome == outcome]
+    names = lambda outcome: [name for name, x in compared.items() if _outcome(x, sign) == outcome]
     clauses = []
     for outcome in ("better", "worse"):
-        size = lambda name: -abs(compared[name].to_baseline.mean.mean)
+        size = lambda name: -abs(compared[name].mean.mean)
         if not (ranked := sorted(names(outcome), key=size)):
             continue
-        means = [compared[name].to_baseline.mean for name in ranked]
+        means = [compared[name].mean for name in ranked]
         sizes = [f"{number(abs(x.mean), x.half)} [{spell_range(x, abs_value=True)}]" for x in means]
         arms, its = _listed(ranked), "its" if len(ranked) == 1 else "their"
         if len(ranked) > NAMED:
@@ -164,10 +178,13 @@ def _clauses(results: Results, compared: Mapping[str, Row]) -> list[str]:
     if undetected := names("undetected"):
         do = "does" if len(undetected) == 1 else "do"
         clause = f"{_listed(undetected)} {do} not differ detectably from {base}"
-        means = [compared[name].to_baseline.mean for name in undetected]
+        means = [compared[name].mean for name in undetected]
         low, high = min(x.low for x in means), max(x.high for x in means)
-        between = f"between {signed(low, high - low)} and {signed(high, high - low)}"
-        clauses.append(f"{clause}: the difference is {between} {counts}".rstrip())
+        sizes = f"between {signed(low, high - low)} and {signed(high, high - low)}"
+        if len(means) <= FEW:
+            sizes = _listed([f"{signed(x.mean, x.half)} [{spell_range(x)}]" for x in means])
+        verb = f"difference{' is' if len(means) == 1 else 's are'}"
+        clauses.append(f"{clause}: the {verb} {sizes} {counts}".rstrip())
     if unknown := names("untested"):
         clauses.append(f"about {_listed(unknown)}, no conclusion is possible")
     return clauses
@@ -192,8 +209,6 @@ def _of_arms(results: Results, rows: Mapping[str, Row], without: Collection[str]
         elif math.isnan(versus.p):
             size = signed(versus.mean.mean)
             reason = f"{size} from {base} in each seed, which leaves no spread for a t-test"
-        elif row.outcome == "undetected" and not versus.mean.low <= 0 <= versus.mean.high:
-            reason = "the interval excludes zero, but p is too large after the correction"
         else:
             continue
         reasons.setdefault(reason, []).append(name)
@@ -209,15 +224,15 @@ def _of_scan(scan: Scan, results: Results) -> str:
     line += f", {scan.best:g} has the best mean ({spell(scan.points[scan.best])})"
     if scan.best in (min(scan.points), max(scan.points)):
         line += ", at the edge of the scanned range"
-    line += f"; range within {CLOSE:.0%} of it: {_from_to(scan.close)}"
+    line += f"; range within {CLOSE:.0%} of it: {from_to(scan.close)}"
     if results.sweep.metric.endswith("/loss"):
-        stable = scan.stable and f"range without failed seeds: {_from_to(scan.stable)}"
+        stable = scan.stable and f"range without failed seeds: {from_to(scan.stable)}"
         stable = stable or "a seed failed even at the best value"
         line += f"; {stable}; sensitivity {scan.sensitivity:.3f} nats"
     return line + "."
 
 
-def _from_to(ends: tuple[float, float]) -> str:
+def from_to(ends: tuple[float, float]) -> str:
     return f"{ends[0]:g} to {ends[1]:g}" if ends[0] < ends[1] else f"{ends[0]:g} alone"
 
 

@@ -7,12 +7,13 @@ from transformer.parallel.sharding import batch_parts, format_bytes
 from transformer.planning.hlo import largest
 from transformer.planning.plan import Part, Plan, name_of
 from transformer.planning.roofline import Roofline
+from transformer.sweeps import Sweep
 
 _STATE = "parameters, optimizer and gradients"
 
 
-def compare(plans: dict[str, Plan], runs_per_arm: int) -> str:
-    """Returns a table of the training steps of several experiments, and the cost of all runs."""
+def compare(plans: dict[str, Plan], sweep: Sweep) -> str:
+    """Returns a table of the training steps of a sweep's arms, and the cost of all its runs."""
     counted = any(plan.kernels for plan in plans.values())
     price = next(iter(plans.values())).price
     bounds = ["step at least", "bound by", "MFU at most", "chip-hours of a run"]
@@ -22,9 +23,8 @@ def compare(plans: dict[str, Plan], runs_per_arm: int) -> str:
     base = next(has_none, next(iter(plans.values()))).kernel_cycles
     for name, plan in plans.items():
         part, roof = plan.train, plan.train.roofline
-        cost = [_few(x) for name, x in plan.run.items() if name != "seconds"]
-        times = [seconds(plan.step), roof.bound, f"{plan.mfu:.1%}", *cost] if plan.step else []
-        least = times or [""] * (len(bounds) - 1)
+        times = [seconds(plan.step), roof.bound, f"{plan.mfu:.1%}"] if plan.step else []
+        least = [*times, *map(_few, [*plan.run.values()][1:])] or [""] * (len(bounds) - 1)
         peak = format_bytes(part.peak) + ("" if plan.fits else " (!)")
         backends = " ".join(part.compiled.attention) if part.compiled else ""
         flops = human_count(plan.model_flops / plan.tokens)
@@ -35,8 +35,9 @@ def compare(plans: dict[str, Plan], runs_per_arm: int) -> str:
     note = "kernels: cycles of the attention kernels, relative to the arm without positions"
     notes = [f"{note}, or else the first"] * counted
     if all(plan.run for plan in plans.values()):
-        hours = runs_per_arm * sum(plan.run["chip_hours"] for plan in plans.values())
-        runs = f"{len(plans) * runs_per_arm} runs ({runs_per_arm} of each arm)"
+        of_arm = sweep.tuning_runs + len(sweep.seeds) * (2 if sweep.tune else 1)
+        hours = of_arm * sum(plan.run["chip_hours"] for plan in plans.values())
+        runs = f"{len(plans) * of_arm} runs ({of_arm} of each arm)"
         notes.append(f"{runs}: at least {_cost(hours, price)}, without evaluation and checkpoints")
     return "\n".join(table(rows) + [""] * bool(notes) + notes) + "\n"
 

@@ -70,7 +70,7 @@ def run(args, overrides) -> int:
             options = {"only": only, "price": args.price, "kernels": kernels.get(arm, ())}
             plans[arm] = make_plan(config, machine, devices, report=log_arm, **options)
         fits = all(plan.fits for plan in plans.values())
-        text = page.compare(plans, sweep.runs_per_arm) if args.arms else page.page(plans[""])
+        text = page.compare(plans, sweep) if args.arms else page.page(plans[""])
         if args.kernels and not args.arms:
             text += "\n".join(["", *page.kernels(plans[""]), ""])
         numbers = {arm: plan.to_json() for arm, plan in plans.items()}
