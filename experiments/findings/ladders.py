@@ -17,9 +17,28 @@ At a larger scale (six sizes from 10 to 300 million parameters; H100 or TPU v5e-
 --config=experiments/findings/ladders.py:paper_placements and
 --config=experiments/findings/ladders.py:paper_positions
 
+On a slice (six sizes from 85 million to 2.9 billion parameters, up to 1.1e21 FLOPs per run; TPU
+v5p-64): --config=experiments/findings/ladders.py:slice_placements and
+--config=experiments/findings/ladders.py:slice_positions
+
+    python -m transformer plan --config=experiments/findings/ladders.py:slice_placements \
+        --topology=v5p-64 --arms --price=4.2
+
+              step at least        MFU at most             chip-hours of a run
+              pre, post, peri      pre, post, peri         pre, post, peri
+        XS    0.102, 0.108, 0.108  54.1 %, 51.4 %, 51.0 %   1.5,  1.5,  1.6
+        S     0.179, 0.185, 0.187  64.2 %, 62.1 %, 61.6 %   6.1,  6.3,  6.4
+        M     0.301, 0.322, 0.322  78.9 %, 73.6 %, 73.6 %    23,   25,   25
+        L     0.625, 0.673, 0.673  79.3 %, 73.7 %, 73.7 %   107,  115,  115
+        XL    1.13,  1.22,  1.22   79.6 %, 73.7 %, 73.7 %   361,  390,  390
+        XXL   1.72,  1.86,  1.86   79.9 %, 73.9 %, 73.9 %   859,  929,  929
+
+    All 54 runs take at least 12,870 chip-hours, which cost 54,052 at 4.2 per chip-hour. This was
+    planned, not run (libtpu 0.0.42.1, jax 0.10.2).
+
 Text      WikiText-2 by characters: about 10.9 million unique tokens. The largest model reads 4.9
-          million of them, so no token is read twice. The larger variants need up to 6 billion
-          tokens: give them a larger text with --config.data.train.
+          million of them, so no token is read twice. The larger variants need up to 6 and 59
+          billion tokens: give them a larger text with --config.data.train.
 Rule      learning rate 3e-3 (N / 1e5)^(-1/3), the same for all arms. It is not tuned for each arm,
           so the multipliers hold only for this rule.
 Hardware  two CPU cores, 36 runs for each question: two to three hours (the machine did other work)
@@ -56,7 +75,8 @@ import ml_collections
 
 from transformer import arms, ladder, vary
 
-ARGUMENTS = ("placements", "positions", "paper_placements", "paper_positions")
+AXES = ("placements", "positions")
+ARGUMENTS = tuple(f"{scale}{axis}" for scale in ("", "paper_", "slice_") for axis in AXES)
 
 
 def get_config(ladder="placements"):
@@ -86,7 +106,7 @@ def get_config(ladder="placements"):
         name="adamw", schedule="wsd", b2=0.98, weight_decay=0.1, clip_norm=1.0, decay_fraction=0.1
     )
     config.train = dict(log_every=20, eval_batches=64, tensorboard=False)
-    if ladder.startswith("paper"):
+    if ladder not in AXES:
         config.model.update(
             vocab_size=32768,
             d_model=256,
@@ -98,6 +118,10 @@ def get_config(ladder="placements"):
         config.data.update(length=1024, batch_size=256)
         config.data.tokenizer = dict(kind="bpe")
         config.platform = "accelerator"
+    if ladder.startswith("slice"):
+        config.model.update(d_model=768, max_length=2048, remat="full")
+        config.data.update(length=2048, batch_size=512)
+        config.mesh = dict(fsdp=-1, data=1)
     return config
 
 
@@ -109,6 +133,11 @@ def sweep(name="placements"):
         shapes = dict(
             XS=(320, 8), S=(448, 10), M=(576, 14), L=(768, 16), XL=(1024, 16), XXL=(1152, 19)
         )
+    elif scale == "slice":
+        shapes = dict(
+            XS=(768, 12), S=(1024, 16), M=(1536, 16), L=(2048, 20), XL=(2560, 24), XXL=(3072, 26)
+        )
+    if scale:
         at_unit = 0.5 * 0.0047 * 108e6 ** (1 / 3)  # OLMo's ladder
     head = get_config(name).model.d_head
     sizes = {
