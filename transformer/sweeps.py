@@ -234,7 +234,8 @@ class Sweep:
     @property
     def tuning_runs(self) -> int:
         """The number of tuning runs of each arm."""
-        return self.tune_seeds * sum(len(number.grid) + number.more for number in self.tune)
+        numbers = (self.tune,) if isinstance(self.tune, Tuned) else self.tune
+        return self.tune_seeds * sum(len(number.grid) + number.more for number in numbers)
 
     @property
     def arms(self) -> dict[str, Changes]:

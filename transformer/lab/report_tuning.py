@@ -52,8 +52,7 @@ class Tuning(NamedTuple):
             lines += [] if changed else [same]
         doubts: dict[tuple[str, str], list[str]] = {}
         for curve in self.curves:
-            tried, doubt = curve.tried, ""
-            at = tried.index(curve.best)
+            tried, at, doubt = curve.tried, curve.tried.index(curve.best), ""
             if not curve.bracketed:
                 edge = "largest" if at else "smallest"
                 doubt = f"is not bracketed: {curve.best:g} is the {edge} value tried"

@@ -32,8 +32,7 @@ def compare(plans: dict[str, Plan], sweep: Sweep) -> str:
         cost = cost or ("not analyzed" if plan.kernels else "none")
         cells = [name, f"{plan.parameters:,}", flops, peak, *least, backends]
         rows.append([*cells, *[cost] * counted])
-    note = "kernels: cycles of the attention kernels, relative to the arm without positions"
-    notes = [f"{note}, or else the first"] * counted
+    notes = ["kernels: cycles, relative to the arm without positions, or else the first"] * counted
     if all(plan.run for plan in plans.values()):
         of_arm = sweep.tuning_runs + len(sweep.seeds) * (2 if sweep.tune else 1)
         hours = of_arm * sum(plan.run["chip_hours"] for plan in plans.values())
