@@ -15,7 +15,7 @@ from transformer import ModelConfig, build_model
 from transformer.config import Experiment, MeshConfig, OptimizerConfig
 from transformer.errors import UserError
 from transformer.mapping import from_mapping
-from transformer.model.layout import flatten, unroll
+from transformer.model.layout import by_layer, flatten, unroll
 from transformer.model.network import FAMILIES
 from transformer.model.roles import parameter_rules
 from transformer.parallel.mesh import make_mesh, use
@@ -286,20 +286,44 @@ def test_optimizers_without_a_rule_are_refused():
             from_mapping(Experiment, fields | {"model": model, "optimizer": {"name": name}})
 
 
+def test_outputs_of_scanned_layers_are_recorded():
+    config = sized()
+    params = build_model(config).init(jax.random.key(0), *tokens_of(config))
+    sublayers = ("self_attention", "feed_forward")
+    chosen = lambda module, method: method == "__call__" and module.name in sublayers
+
+    def record(config, params):
+        _, state = build_model(config).apply(
+            params, *tokens_of(config), capture_intermediates=chosen, mutable=["intermediates"]
+        )
+        outputs = by_layer(config, state["intermediates"])
+        return {(layer, name): jax.tree.leaves(x)[0] for _, layer, name, x in outputs}
+
+    scanned, expected = record(config, params), record(*unroll(config, params))
+    assert len(scanned) == 8 and scanned.keys() == expected.keys()
+    for key, x in scanned.items():
+        np.testing.assert_allclose(x, expected[key], atol=1e-5)
+    first, second = (scanned[layer, "feed_forward/__call__"] for layer in (0, 1))
+    assert np.max(np.abs(first - second)) > 0.1
+
+
 def test_coordinates_do_not_depend_on_size_except_in_the_control():
     """Slopes of log size over log width, and over log depth, as in benchmarks/coordinates.py."""
 
     def slopes(name):
         axis, chosen = coordinates.cases()[name]
-        sizes = {"width": ((w, w, 2) for w in (32, 64, 128)), "depth": ((d, 32, d) for d in (2, 8))}
+        sizes = {"width": ((w, w, 2) for w in (32, 128)), "depth": ((d, 32, d) for d in (2, 8))}
         configs = {size: coordinates.model("pre", w, d, chosen) for size, w, d in sizes[axis]}
-        fits, _ = coordinates.slopes(configs, coordinates.RATES[axis], seeds=2)
-        return fits["features change"][0], fits["logits change"][0]
+        seen = coordinates.measure_sizes(configs, coordinates.RATES[axis], seeds=4)
+        slope = lambda name: coordinates.slope(list(configs), seen[name][..., -1])[0]
+        return [slope(x) for x in ("features change", "logits change", "initial logits")]
 
-    features, logits = slopes("width, standard")
+    features, logits, initial = slopes("width, standard")
     assert features > 0.3
     assert logits > 0.6
-    features, logits = slopes("width, mup")
+    assert abs(initial) < 0.1
+    features, logits, initial = slopes("width, mup")
     assert abs(features) < 0.15
     assert abs(logits) < 0.15
-    assert slopes("depth, standard")[0] > slopes("depth, completep 1/2")[0] + 0.08
+    assert abs(initial + 0.5) < 0.1
+    assert slopes("depth, standard")[0] > slopes("depth, completep 1/2")[0] + 0.4

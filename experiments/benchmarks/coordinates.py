@@ -1,30 +1,39 @@
 """Coordinate check: do updates have the same size at every width and depth?
 
     python experiments/benchmarks/coordinates.py                  # all tables: 20 minutes
-    python experiments/benchmarks/coordinates.py --placements pre
+    python experiments/benchmarks/coordinates.py --placements pre --figure=coordinates.png
 
 For each norm placement and parametrization, it trains models of several sizes for a few steps on
 one batch, with the same hyperparameters, and prints how measured quantities grow with the size: the
-slope of log2(quantity) over log2(size) with its 95 % interval, over all sizes and seeds. A slope of
-0 means that the quantity is the same at every size. In a parametrization that transfers, the
-changes of all quantities have slope 0. The standard parametrization is the control, whose changes
-must grow.
+slope of log2(quantity) over log2(size). A quantity with slope 0 is the same at every size. The
+first row has the slopes that the theory predicts for muP and CompleteP. A star marks a measured
+slope whose 95 % interval excludes the prediction. The standard parametrization is the control,
+whose changes must grow. The figure shows the change of the features after each step.
 
-    branch            root mean square of a residual branch, the mean over layers
-    branch change     root mean square of its change since initialization
-    features change   the same for the last hidden state, after the final norm
-    attention logits  mean absolute value of scale * q k in the last layer
-    logits change     root mean square of the change of the logits, which are 0 at initialization
+All quantities are means of absolute values, and over layers. Changes are those since
+initialization.
+
+    attention         output of an attention sublayer, before any norm, gate or multiplier
+    feed-forward      the same for a feed-forward sublayer
+    features          the last hidden state, after the final norm
+    attention logits  scale * q k in the last layer
+    initial logits    the logits at initialization. For all other quantities, the unembedding starts
+                      at zero, and with it the logits.
+
+An interval is computed from the means of the sizes (Student's t, sizes - 2 degrees of freedom), so
+that it includes deviations from a power law.
 
 Yang et al. 2022 (Tensor Programs V), app. D.1; Dey et al. 2025 (CompleteP).
 """
 
 import argparse
+import dataclasses
 import functools
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import matplotlib.pyplot as plt
 import numpy as np
 import optax
 from scipy import stats
@@ -34,15 +43,23 @@ from transformer.config import OptimizerConfig
 from transformer.model.layout import flatten
 from transformer.training.optimizer import build_optimizer
 
-WIDTHS, BASE_WIDTH = (32, 64, 128, 256), 32
-DEPTHS, BASE_DEPTH = (2, 4, 8, 16), 2
+WIDTHS, DEPTHS = (32, 64, 128, 256, 512), (4, 8, 16, 32, 64)
 HEAD, STEPS, SEEDS = 16, 5, 3
-RATES = {"width": 3e-4, "depth": 1e-3}
+RATES = {"width": 3e-4, "depth": 1e-4}
 """Learning rates at which the normed features of the control still grow. At higher rates, their
 change is limited by the norm."""
 
 PLACEMENTS = ("pre", "post", "peri", "res_post", "deepnorm", "rezero")
-QUANTITIES = ("branch", "branch change", "features change", "attention logits", "logits change")
+PREDICTED = {
+    "attention": 0, "attention change": 0,
+    "feed-forward": 0, "feed-forward change": 0,
+    "features change": 0,
+    "attention logits": 0,
+    "initial logits": {"width": -0.5, "depth": 0},
+    "logits change": 0,
+}  # fmt: skip
+"""Slopes under muP and CompleteP. Logits of random weights shrink with width, because muP divides
+their sum of d_model terms by d_model."""
 
 
 def model(placement: str, width: int, depth: int, parametrization: dict) -> ModelConfig:
@@ -59,7 +76,7 @@ def model(placement: str, width: int, depth: int, parametrization: dict) -> Mode
         initializer="lecun_normal",
         embedding_init_std=1.0,
         tie_embeddings=False,
-        scan_layers=False,
+        scan_layers=True,
         parametrization={**parametrization, "unembedding": {"init": 0.0}},
     )
 
@@ -71,33 +88,36 @@ def batch(sequences: int = 8, length: int = 64) -> jax.Array:
 
 
 def observe(config: ModelConfig, params, tokens) -> dict[str, jax.Array]:
-    """Returns the branches of all sublayers, the last hidden state, q k in the last layer, and the
+    """Returns the outputs of all sublayers, q k in the last layer, the last hidden state, and the
     logits."""
-    model = build_model(config)
     names = ("self_attention", "feed_forward", "query", "key")
     seen = lambda module, method: method == "__call__" and module.name in names
-    (h, head), state = model.apply(
+    (h, head), state = build_model(config).apply(
         params, tokens, method="features", capture_intermediates=seen, mutable=["intermediates"]
     )
     found = {path: x[0] for path, x in flatten(state["intermediates"]).items()}
-    branches = [
-        x[0] if isinstance(x, tuple) else x
-        for path, x in found.items()
-        if path.split("/")[-2] in ("self_attention", "feed_forward")
-    ]
-    last = f"decoder/layers_{config.num_decoder_layers - 1}/self_attention"
-    q, k = (found[f"{last}/{name}/__call__"] for name in ("query", "key"))
-    scores = jnp.einsum("BTNH,BSNH->BNTS", q, k) * config.head_size**-0.5
-    unscaled = h * (config.d_model / config.base.d_model)
-    return {"branch": jnp.stack(branches), "features": unscaled, "scores": scores,
-            "logits": head(h)}  # fmt: skip
+    output = lambda name: jax.tree.leaves(found[f"decoder/layers/{name}/__call__"])[0]
+    q, k = (output(f"self_attention/{name}")[-1] for name in ("query", "key"))
+    return {
+        "attention": output("self_attention"),
+        "feed-forward": output("feed_forward"),
+        "features": h * (config.d_model / config.base.d_model),  # without muP's division
+        "attention logits": jnp.einsum("BTNH,BSNH->BNTS", q, k) * config.head_size**-0.5,
+        "logits": head(h),
+    }
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 3))
 def measure(config: ModelConfig, optimizer: OptimizerConfig, key, steps: int) -> dict:
-    """Returns each quantity after `steps` updates on one batch."""
-    network, tokens = build_model(config), batch()
+    """Returns each quantity, and the loss, after 1 to `steps` updates on one batch: [steps]."""
+    tokens = batch()
+    size = lambda x: jnp.mean(jnp.abs(x))
+    option = {**config.parametrization, "unembedding": {"init": 1.0}}
+    random = build_model(dataclasses.replace(config, parametrization=option))
+    initial = size(random.apply(random.init(key, tokens), tokens))
+    network = build_model(config)
     params = network.init(key, tokens)
+    start = observe(config, params, tokens)
     rule = build_optimizer(optimizer, steps, config)
 
     def loss(params):
@@ -107,44 +127,37 @@ def measure(config: ModelConfig, optimizer: OptimizerConfig, key, steps: int) ->
     def step(carry, _):
         params, state = carry
         updates, state = rule.update(jax.grad(loss)(params), state, params)
-        return (optax.apply_updates(params, updates), state), None
+        params = optax.apply_updates(params, updates)
+        seen = observe(config, params, tokens)
+        sizes = {name: size(x) for name, x in seen.items()}
+        sizes |= {f"{name} change": size(x - start[name]) for name, x in seen.items()}
+        return (params, state), sizes | {"initial logits": initial, "loss": loss(params)}
 
-    start = observe(config, params, tokens)
-    (params, _), _ = jax.lax.scan(step, (params, rule.init(params)), length=steps)
-    end = observe(config, params, tokens)
-    size = lambda x: jnp.sqrt(jnp.mean(jnp.square(x)))
-    return {
-        "branch": size(end["branch"]),
-        "branch change": size(end["branch"] - start["branch"]),
-        "features change": size(end["features"] - start["features"]),
-        "attention logits": jnp.mean(jnp.abs(end["scores"])),
-        "logits change": size(end["logits"] - start["logits"]),
-        "loss": loss(params),
-    }
+    return jax.lax.scan(step, (params, rule.init(params)), length=steps)[1]
 
 
-def slopes(configs: dict[int, ModelConfig], rate: float, seeds: int = SEEDS, steps: int = STEPS):
-    """Returns (slope, half-width of its 95 % interval) of each quantity, and the losses by size."""
+def measure_sizes(configs: dict[int, ModelConfig], rate: float, seeds=SEEDS, steps=STEPS) -> dict:
+    """Returns each quantity, and the loss: [sizes, seeds, steps]."""
     optimizer = OptimizerConfig(
         schedule="constant", warmup_steps=0, learning_rate=rate, epsilon=1e-12
     )
-    rows = {
-        size: [measure(config, optimizer, jax.random.key(seed), steps) for seed in range(seeds)]
-        for size, config in configs.items()
-    }
-    x = np.repeat(np.log2(list(rows)), seeds)
-    fits = {}
-    for name in QUANTITIES:
-        y = np.log2([max(float(row[name]), 1e-30) for of_size in rows.values() for row in of_size])
-        fit = stats.linregress(x, y)
-        fits[name] = (fit.slope, stats.t.ppf(0.975, len(x) - 2) * fit.stderr)
-    losses = [float(np.mean([row["loss"] for row in of_size])) for of_size in rows.values()]
-    return fits, losses
+    keys = [jax.random.key(seed) for seed in range(seeds)]
+    of_size = lambda config: jax.tree.map(
+        lambda *x: np.stack(x), *(measure(config, optimizer, key, steps) for key in keys)
+    )
+    return jax.tree.map(lambda *x: np.stack(x), *map(of_size, configs.values()))
+
+
+def slope(sizes, values_by_size_and_seed) -> tuple[float, float]:
+    """Returns the slope of log2(value) over log2(size), and half of its 95 % interval."""
+    means = np.log2(values_by_size_and_seed).mean(1)
+    fit = stats.linregress(np.log2(sizes), means)
+    return fit.slope, stats.t.ppf(0.975, max(len(means) - 2, 1)) * fit.stderr
 
 
 def cases() -> dict[str, tuple[str, dict]]:
     """Returns the rows of each table: name -> (axis, the option `parametrization`)."""
-    width, depth = {"d_model": BASE_WIDTH}, {"num_decoder_layers": BASE_DEPTH}
+    width, depth = {"d_model": WIDTHS[0]}, {"num_decoder_layers": DEPTHS[0]}
     return {
         "width, standard": ("width", {"name": "standard"}),
         "width, mup": ("width", {"name": "mup", "base": width}),
@@ -154,28 +167,74 @@ def cases() -> dict[str, tuple[str, dict]]:
     }
 
 
+def configs(placement: str, axis: str, parametrization: dict) -> dict[int, ModelConfig]:
+    """Returns the models of a row: size -> config."""
+    if axis == "width":
+        return {width: model(placement, width, 4, parametrization) for width in WIDTHS}
+    return {depth: model(placement, 64, depth, parametrization) for depth in DEPTHS}
+
+
+def row(placement: str, case: str) -> tuple[str, np.ndarray]:
+    """Measures a row. Returns its text, and the change of the features: [sizes, steps]."""
+    axis, parametrization = cases()[case]
+    models = configs(placement, axis, parametrization)
+    seen = measure_sizes(models, RATES[axis])
+    cells = []
+    for name, expected in PREDICTED.items():
+        fitted, half = slope(list(models), seen[name][..., -1])
+        expected = expected[axis] if isinstance(expected, dict) else expected
+        missed = "standard" not in case and abs(fitted - expected) > half
+        cells.append(f"{fitted:+.2f} ± {half:.2f}{'*' if missed else ''}")
+    losses = seen["loss"][..., -1].mean(1)
+    text = f"| {placement} | {case} | {' | '.join(cells)} | {losses[0]:.2f} to {losses[-1]:.2f} |"
+    return text, seen["features change"].mean(1)
+
+
+def draw(path: str, changes: dict[tuple[str, str], np.ndarray]) -> None:
+    """Draws the change of the features over the size, with a line per step."""
+    placements, names = (list(dict.fromkeys(key[i] for key in changes)) for i in (0, 1))
+    shape = len(placements), len(names)
+    figure, axes = plt.subplots(
+        *shape, figsize=(2.1 * shape[1], 1.9 * shape[0]), sharey=True, squeeze=False
+    )
+    for (placement, name), lines in changes.items():
+        plot = axes[placements.index(placement), names.index(name)]
+        sizes = WIDTHS if name.startswith("width") else DEPTHS
+        for i, line in enumerate(lines.T):
+            color = plt.get_cmap("viridis")(0.9 - 0.9 * i / max(len(lines.T) - 1, 1))
+            plot.plot(sizes, line, color=color, marker=".", label=f"{i + 1}")
+        plot.set_xscale("log", base=2)
+        plot.set_yscale("log", base=2)
+        plot.set_xticks(sizes, sizes)
+        plot.set_title(f"{placement}: {name}", fontsize=8)
+        plot.tick_params(labelsize=7)
+    for plot in axes[-1]:
+        plot.set_xlabel("d_model" if plot.get_title().split(": ")[1][0] == "w" else "layers")
+    figure.supylabel("change of the features", fontsize=9)
+    lines = axes[0, 0].get_legend_handles_labels()
+    figure.legend(*lines, title="step", ncols=5, loc="upper right", fontsize=8)
+    figure.tight_layout(rect=(0, 0, 1, 1 - 0.5 / figure.get_figheight()))
+    figure.savefig(path, dpi=110)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--placements", nargs="+", default=PLACEMENTS, choices=PLACEMENTS)
+    parser.add_argument("--figure", help="a file for the figure, such as coordinates.png")
     args = parser.parse_args()
-    heading = "".join(f" | {name}" for name in QUANTITIES)
+    heading = "".join(f" | {name}" for name in PREDICTED)
     print(f"| placement | parametrization{heading} | loss, smallest to largest |")
-    print("|---" * (len(QUANTITIES) + 3) + "|")
+    print("|---" * (len(PREDICTED) + 3) + "|")
+    of_axis = lambda p: " or ".join(f"{x:g} ({a})" for a, x in p.items()) if p else "0"
+    print(f"| | predicted | {' | '.join(map(of_axis, PREDICTED.values()))} | |")
+    changes = {}
     for placement in args.placements:
-        for name, (axis, parametrization) in cases().items():
-            configs = {
-                size: model(
-                    placement,
-                    size if axis == "width" else 64,
-                    size if axis == "depth" else 4,
-                    parametrization,
-                )
-                for size in (WIDTHS if axis == "width" else DEPTHS)
-            }
-            fits, losses = slopes(configs, RATES[axis])
-            cells = [f"{slope:+.2f} ± {half:.2f}" for slope, half in fits.values()]
-            print(f"| {placement} | {name} | {' | '.join(cells)} | "
-                  f"{losses[0]:.2f} to {losses[-1]:.2f} |", flush=True)  # fmt: skip
+        for case in cases():
+            text, changes[placement, case] = row(placement, case)
+            print(text, flush=True)
+            jax.clear_caches()  # hundreds of programs exceed the memory maps of a process
+    if args.figure:
+        draw(args.figure, changes)
 
 
 if __name__ == "__main__":
