@@ -8,7 +8,7 @@ one batch, with the same hyperparameters, and prints how measured quantities gro
 slope of log2(quantity) over log2(size). A quantity with slope 0 is the same at every size. The
 first row has the slopes that the theory predicts for muP and CompleteP. A star marks a measured
 slope whose 95 % interval excludes the prediction. The standard parametrization is the control,
-whose changes must grow. The figure shows the change of the features after each step.
+whose changes must grow. The figure shows the change of the features after the steps 2 to 5.
 
 All quantities are means of absolute values, and over layers. Changes are those since
 initialization.
@@ -200,9 +200,9 @@ def draw(path: str, changes: dict[tuple[str, str], np.ndarray]) -> None:
     for (placement, name), lines in changes.items():
         plot = axes[placements.index(placement), names.index(name)]
         sizes = WIDTHS if name.startswith("width") else DEPTHS
-        for i, line in enumerate(lines.T):
-            color = plt.get_cmap("viridis")(0.9 - 0.9 * i / max(len(lines.T) - 1, 1))
-            plot.plot(sizes, line, color=color, marker=".", label=f"{i + 1}")
+        for step in range(2, len(lines.T) + 1):  # the first step changes the unembedding alone
+            color = plt.get_cmap("viridis")(0.9 - 0.3 * (step - 2))
+            plot.plot(sizes, lines[:, step - 1], color=color, marker=".", label=f"{step}")
         plot.set_xscale("log", base=2)
         plot.set_yscale("log", base=2)
         plot.set_xticks(sizes, sizes)
