@@ -300,6 +300,18 @@ def test_metric_name_determines_which_direction_is_better(tmp_path):
         compare(tmp_path, metric="test/beauty")
 
 
+def test_first_screen_states_the_sizes_that_are_known(tmp_path):
+    write_run(tmp_path, "a", 0, 4.0)
+    write_run(tmp_path, "b", 0, 4.5, model__d_ff=48)
+    found = compare(tmp_path).results
+    counts = {"a": 1000, "b": 1200}
+    sized = {name: x._replace(parameters=counts[name]) for name, x in found.arms.items()}
+    unknown = {name: x._replace(parameters=0) for name, x in found.arms.items()}
+    text = report.scope(found._replace(arms=sized))
+    assert text.startswith("1,000 to 1,200 parameters, ") and text.endswith(" in all arms")
+    assert "parameters" not in report.scope(found._replace(arms=unknown))
+
+
 def test_unfinished_runs_and_other_decoding_settings_are_excluded(tmp_path):
     """A run that is unfinished or was evaluated with other decoding settings is excluded."""
     for seed in (0, 1, 2):

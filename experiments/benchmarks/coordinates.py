@@ -1,6 +1,6 @@
 """Coordinate check: do updates have the same size at every width and depth?
 
-    python experiments/benchmarks/coordinates.py                  # all tables: 20 minutes
+    python experiments/benchmarks/coordinates.py                  # all tables: 30 minutes
     python experiments/benchmarks/coordinates.py --placements pre --figure=coordinates.png
 
 For each norm placement and parametrization, it trains models of several sizes for a few steps on

@@ -24,7 +24,7 @@ v5p-64): --config=experiments/findings/ladders.py:slice_placements and
     python -m transformer plan --config=experiments/findings/ladders.py:slice_placements \
         --topology=v5p-64 --arms --price=4.2
 
-              step at least        MFU at most             chip-hours of a run
+              step, seconds        MFU at most             chip-hours of a run
               pre, post, peri      pre, post, peri         pre, post, peri
         XS    0.102, 0.108, 0.108  54.1 %, 51.4 %, 51.0 %   1.5,  1.5,  1.6
         S     0.179, 0.185, 0.187  64.2 %, 62.1 %, 61.6 %   6.1,  6.3,  6.4

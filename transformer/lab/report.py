@@ -110,12 +110,13 @@ def scope(results: Results) -> str:
     """Returns the sizes of a comparison: of models, training and text."""
     span = lambda xs: " to ".join(f"{x:,}" for x in dict.fromkeys((min(xs), max(xs))))
     configs = [run.config for run in results.runs]
-    sizes = f"{span([arm.parameters or 0 for arm in results.arms.values()])} parameters"
-    texts = sorted({str(config.data.corpus or config.data.train) for config in configs})
+    sizes = [arm.parameters for arm in results.arms.values() if arm.parameters]
+    parameters = f"{span(sizes)} parameters, " if sizes else ""
+    texts = sorted({str(x.data.corpus or x.data.train or "a mixture") for x in configs})
     steps = f"{span([config.train.steps for config in configs])} steps of {' and '.join(texts)}"
     rates = [config.optimizer.learning_rate for config in configs]
     same = " in all arms" * (min(rates) == max(rates))
-    return f"{sizes}, {steps}, learning rate {span(rates)}{same}"
+    return f"{parameters}{steps}, learning rate {span(rates)}{same}"
 
 
 def about(results: Results) -> list[str]:
