@@ -125,6 +125,26 @@ def test_multipliers_of_every_role():
     assert {place.role for place, _ in fire_rules.values()} == {"position"}
 
 
+@pytest.mark.parametrize("alpha", [0.5, 1.0])
+@pytest.mark.parametrize("placement", ["post", "keel", "hybrid_norm", "mix_ln", "pre", "peri"])
+def test_norms_of_the_stream_learn_by_the_inverse_of_the_depth(placement, alpha):
+    """All 2 L of them add to one stream. The norms of a branch are multiplied with it."""
+    fields = dict.fromkeys(("qk_norm", "v_norm"), placement == "hybrid_norm")
+    chosen = {"name": "completep", "base": {"num_decoder_layers": 1}, "alpha": alpha}
+    config = sized(norm_placement=placement, parametrization=chosen, **fields)
+    rules = parameter_rules(type(build_model(config)), config)
+    rates = {}
+    for path, (_, rule) in rules.items():
+        if "/layers/" in path and path.endswith("/offset"):
+            name = path.split("/")[-2]
+            rates[name] = (rule.learning_rate, rule.epsilon)
+    on_stream = {"post": {"out_norm"}, "keel": {"out_norm"}, "pre": set(), "peri": set()}
+    for name, found in rates.items():
+        expected = (1 / 4, 1.0) if name in on_stream.get(placement, {"norm"}) else None
+        assert found == (expected or (4 ** (alpha - 1), 4**-alpha)), name
+    assert on_stream.get(placement, {"norm"}) <= rates.keys()
+
+
 @pytest.mark.parametrize("initializer", ["normal", "lecun_normal", "xavier_uniform"])
 def test_standard_deviations_of_initial_values(initializer):
     """Hidden matrices shrink as m_N^(-1/2); embedding and unembedding stay the same."""
@@ -310,10 +330,10 @@ def test_outputs_of_scanned_layers_are_recorded():
 def test_coordinates_do_not_depend_on_size_except_in_the_control():
     """Slopes of log size over log width, and over log depth, as in benchmarks/coordinates.py."""
 
-    def slopes(name):
+    def slopes(name, placement="pre"):
         axis, chosen = coordinates.cases()[name]
-        sizes = {"width": ((w, w, 2) for w in (32, 128)), "depth": ((d, 32, d) for d in (2, 8))}
-        configs = {size: coordinates.model("pre", w, d, chosen) for size, w, d in sizes[axis]}
+        sizes = {"width": ((w, w, 2) for w in (32, 128)), "depth": ((d, 32, d) for d in (8, 32))}
+        configs = {size: coordinates.model(placement, w, d, chosen) for size, w, d in sizes[axis]}
         seen = coordinates.measure_sizes(configs, coordinates.RATES[axis], seeds=4)
         slope = lambda name: coordinates.slope(list(configs), seen[name][..., -1])[0]
         return [slope(x) for x in ("features change", "logits change", "initial logits")]
@@ -326,4 +346,6 @@ def test_coordinates_do_not_depend_on_size_except_in_the_control():
     assert abs(features) < 0.15
     assert abs(logits) < 0.15
     assert abs(initial + 0.5) < 0.1
-    assert slopes("depth, standard")[0] > slopes("depth, completep 1/2")[0] + 0.4
+    # DeepNorm has norms of the stream, whose changes add up over the layers.
+    assert slopes("depth, standard", "deepnorm")[0] > 0.4
+    assert abs(slopes("depth, completep 1", "deepnorm")[0]) < 0.1

@@ -69,6 +69,9 @@ loss with CompleteP is lower: by 0.14 and 0.25 (pre; alpha = 1/2 and 1), 0.09 an
 0.19 (deepnorm; alpha = 1/2). Losses of 5.58 or more are those of runs that did not train with the
 seed of the comparison, at the best rate of the tuning seed: three of six arms of post-norm and
 deepnorm at 8 layers, and one at 4. Which alpha transfers better is not decided here.
+
+The rows of post and deepnorm with CompleteP were measured before the norms of the residual stream
+had a learning rate multiplier of their own (docs/parametrizations.md).
 """
 
 import ml_collections

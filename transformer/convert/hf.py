@@ -46,8 +46,7 @@ def load_hf(
     `fields` override fields of the ModelConfig (`scan_layers=False`, `dtype="bfloat16"`).
     `place(path, array)` puts a parameter on devices, by default on the first. Raises UserError for
     a family or a field that a ModelConfig cannot express, and for tensors that do not fit."""
-    directory = Path(directory)
-    family, theirs, tensors = open_directory(directory)
+    family, theirs, tensors = open_directory(Path(directory))
     config = family.our_config(theirs, frozenset(tensors.names), **fields)
     place = place or (lambda path, x: jnp.asarray(x))
     return config, read_params(family, config, tensors, place)

@@ -83,10 +83,11 @@ def parameter_rules(family: type[nn.Module], config: ModelConfig) -> Rules:
             named = config.initializer if path.endswith("/kernel") else "lecun_normal"
             variances = {"normal": 1.0, "lecun_normal": m_N, "xavier_uniform": fan_sum / base_sum}
             ratio = variances[named] ** 0.5
-        in_branch = kind == "position" or (f"{side}/layers" in path and kind != "embedding")
+        in_layer = kind == "position" or (f"{side}/layers" in path and kind != "embedding")
+        on_stream = re.search("_residual/(out_)?norm/", path)  # a norm of the stream itself
+        part = "stream" if on_stream else "branch" if in_layer else "once"
         m_L = config.m_L(side) if side in config.sides else 1.0
-        place = Place(kind, in_branch, m_N, m_D, m_L, ratio)
-        return place, chosen.multipliers(place)
+        return (place := Place(kind, part, m_N, m_D, m_L, ratio)), chosen.multipliers(place)
 
     return {path: rule(path) for path in params}
 

@@ -225,8 +225,7 @@ def pack(sizes: Sequence[np.ndarray], rooms: Sequence[int], num_open: int = 16) 
         if sequence is None:
             if len(sequences) == num_open:  # close the fullest
                 full.append(sequences.pop(min(range(num_open), key=lambda s: min(sequences[s][0]))))
-            sequence = list(rooms), []
-            sequences.append(sequence)
+            sequences.append(sequence := (list(rooms), []))
         sequence[0][:] = map(operator.sub, sequence[0], need)
         sequence[1].append(i)
     return [np.asarray(members) for _, members in full + sequences]

@@ -37,7 +37,7 @@ class Place(NamedTuple):
     """The facts about a parameter that determine its rule."""
 
     role: str  # a field of Parametrization
-    in_branch: bool  # it belongs to a residual branch: to a layer, or to a shared position table
+    part: str  # "branch": of a residual branch; "stream": a norm of the sum; "once": of no layer
     m_N: float  # of a matrix; m_D of other parameters
     m_D: float  # ratio of d_model
     m_L: float

@@ -43,8 +43,8 @@ class MuP(Parametrization):
         field = "model.parametrization.base"
         for name, size in self.base.items():
             if name not in self.sizes:
-                way_out = nearest(name, self.sizes)
-                raise UserError(f"{field}: {self.name!r} has no size {name!r}; {way_out}")
+                problem = f"{self.name!r} has no size {name!r}; {nearest(name, self.sizes)}"
+                raise UserError(f"{field}: {problem}")
             coerce(size, Size, f"{field}.{name}")
         object.__setattr__(self, "base", FrozenDict({k: int(x) for k, x in self.base.items()}))
         if not self.base:
@@ -69,12 +69,13 @@ class MuP(Parametrization):
         return m_L**-self.alpha
 
     def rule(self, place):
-        m_N, depth_rate = place.m_N, place.m_L ** (self.alpha - 1) if place.in_branch else 1.0
-        epsilon = (place.m_L**-self.alpha if place.in_branch else 1.0) / place.m_D
+        m_N, m_L = place.m_N, place.m_L
+        rate = {"branch": m_L ** (self.alpha - 1), "stream": 1 / m_L, "once": 1.0}[place.part]
+        epsilon = (m_L**-self.alpha if place.part == "branch" else 1.0) / place.m_D
         if place.role in ("matrix", "readout"):
             init = place.std_ratio * m_N**-0.5
-            return Rule(depth_rate / m_N, depth_rate, epsilon * place.m_D / m_N, init)
-        return Rule(depth_rate, 1.0, epsilon, place.std_ratio)
+            return Rule(rate / m_N, rate, epsilon * place.m_D / m_N, init)
+        return Rule(rate, 1.0, epsilon, place.std_ratio)
 
 
 @PARAMETRIZATIONS.register("completep")
@@ -82,8 +83,9 @@ class CompleteP(MuP):
     """CompleteP: muP, with multipliers for depth (Dey et al. 2025, table 1).
 
     A residual branch is multiplied by m_L^(-alpha). In layers, learning rates and weight decay are
-    multiplied by m_L^(alpha - 1), and epsilon by m_L^(-alpha). Parts of a norm placement and of
-    the initialization that depend on depth have the values of the base.
+    multiplied by m_L^(alpha - 1), and epsilon by m_L^(-alpha). The learning rate of a norm of the
+    stream itself, as in post-norm, is multiplied by 1 / m_L. Parts of a norm placement and of the
+    initialization that depend on depth have the values of the base.
 
     The paper covers pre-norm; docs/parametrizations.md derives and checks other placements."""
 
