@@ -24,12 +24,12 @@ def test_verdict_agrees_with_confidence_intervals(tmp_path):
     judged = compare(tmp_path)
     assert list(judged.rows) == ["a", "b", "c"]
     a, b, c = judged.rows.values()
-    assert [row.outcome for row in (a, b, c)] == ["baseline", "worse", "undetected"]
+    assert [row.outcome for row in (a, b, c)] == ["baseline", "worse", "not detectable"]
     assert re.fullmatch(
         r"b is worse than a: its test/loss is 0\.1015 \[0\.09\d\d, 0\.10\d\d\] nats per "
         r"token higher; c does not differ detectably from a: the difference is \+0\.000 "
         r"\[-0\.\d+, \+0\.\d+\] nats per token \(95 % intervals over 4 seeds, corrected "
-        r"p < 0\.001 for detectable differences\)\.",
+        r"p < 0\.001 for the detectable difference\)\.",
         judged.sentences[0],
     )
     assert a.value.half > 0.1 > b.to_baseline.mean.half, "pairing narrows the interval"
@@ -92,11 +92,17 @@ def test_difference_that_the_correction_makes_undetectable_is_explained(tmp_path
             write_run(tmp_path, arm, seed, 4.0 + noise[seed], model__d_ff=48 + 8 * n)
     judged = compare(tmp_path)
     versus = judged.rows["b"].to_baseline
-    assert versus.mean.low > 0 and versus.p > 0.05 and judged.rows["b"].outcome == "undetected"
+    assert versus.mean.low > 0 and versus.p > 0.05 and judged.rows["b"].outcome == "not detectable"
     answer = "b, c and d do not differ detectably from a: the differences are +0.15 [+0.03, +0.28]"
     assert judged.sentences[0].startswith(answer) and "corrected p = 0.10" in judged.sentences[0]
     text = report.rendered("report.md", judged, report.sections(judged))
     assert "one may exclude zero" in text.replace("\n", " ")
+    # A single comparison that other tests make undetectable: both p values, and the seeds.
+    (alone,) = verdict._clauses(judged.results, "a", {"b": versus})
+    assert alone.endswith("+0.15 [+0.03, +0.28] nats per token, worse in 3 of 3 seeds")
+    assert verdict._sentence([alone], {"b": versus}).endswith("p = 0.034, corrected p = 0.10).")
+    single = verdict._sentence([alone], {"b": versus._replace(p=versus.alone)})
+    assert single.endswith("seeds, p = 0.034).")
 
 
 def test_constant_difference_is_not_tested(tmp_path):
@@ -119,7 +125,7 @@ def test_constant_difference_is_not_tested(tmp_path):
     judged = compare(tmp_path, metric="test/bleu")
     outcomes = {name: row.outcome for name, row in judged.rows.items()}
     assert outcomes == {
-        "all": "baseline", "most": "undetected", "none": "untested", "same": "undetected"
+        "all": "baseline", "most": "not detectable", "none": "untested", "same": "not detectable"
     }  # fmt: skip
     assert "about none, no conclusion is possible" in judged.sentences[0]
     assert "none: -1.000 from all in each seed, which leaves no spread for a t-test." in (

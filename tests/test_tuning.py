@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import shutil
 
 import numpy as np
 import pytest
@@ -130,9 +131,9 @@ def test_report_compares_tuned_and_untuned_arms(tmp_path):
     play(study, loss)
     finish(study, loss)
     verdict, (section,) = report.judge([tmp_path], "", "", None)
-    assert verdict.rows["alibi"].outcome == "undetected"
+    assert verdict.rows["alibi"].outcome == "not detectable"
     assert verdict.sentences[0].startswith("With each arm tuned: ")
-    assert "alibi from worse (untuned) to undetected (tuned)" in verdict.sentences[1]
+    assert "alibi from worse (untuned) to not detectable (tuned)" in verdict.sentences[1]
     optima, both = section.tables
     assert optima[1][1].startswith("0.001 ") and optima[2][1].startswith("0.016")
     assert both[2][0] == "alibi" and both[2][-1].startswith("-0.32")  # 4 doublings squared
@@ -143,6 +144,8 @@ def test_report_compares_tuned_and_untuned_arms(tmp_path):
     commands = report.reproduction_commands
     assert "--untuned" in commands(results.read([tmp_path]))
     assert "--untuned" not in commands(verdict.results)
+    shutil.rmtree(tmp_path / "tuned")
+    assert report.judge([tmp_path], "", "", None)[0].sentences[0].startswith("Without tuning: ")
 
 
 def test_report_names_the_arms_whose_optimum_is_only_bounded(tmp_path):
@@ -152,7 +155,23 @@ def test_report_names_the_arms_whose_optimum_is_only_bounded(tmp_path):
     play(study, at)
     sentences = report.judge([tmp_path], "", "", None)[0].sentences
     known = "only known to be between 0.004 and 0.016; 0.008 was used."
-    assert f"The best learning_rate of rotary, alibi is {known}" in sentences
+    assert sentences[1] == f"The best learning_rate of rotary, alibi is {known}"
+    assert sentences[0].startswith("With each arm tuned (not every optimum is known): ")
+
+
+def test_report_names_the_arms_whose_interval_is_unbounded(tmp_path):
+    """The losses of alibi do not lie on a parabola, so its interval is unbounded."""
+    study = make_study(tmp_path, tuned(RATE, 1e-3, 1.6e-2, more=0))
+    study.write()
+    noise = {2e-3: 0.02, 4e-3: 0.0, 8e-3: 0.02}
+    of_alibi = lambda c: 3.0 + noise.get(c.optimizer.learning_rate, 0.021)
+    at = bowl({"rotary": 4e-3})
+    play(study, lambda c: of_alibi(c) if c.model.position == "alibi" else at(c))
+    verdict, (section,) = report.judge([tmp_path], "", "", None)
+    assert "The best learning_rate of alibi has an unbounded interval; 0.004 was used." in (
+        verdict.sentences
+    )
+    assert [row[1] for row in section.tables[0][1:]][1] == "0.004 (not identified)"
 
 
 def test_report_states_how_an_optimum_depends_on_a_size(tmp_path):

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from transformer.lab.formatting import number, p_value, signed, spell_range
+from transformer.lab.formatting import both_p, number, p_value, signed, spell_range
 from transformer.lab.results import Arm, Results, uniform_loss
 from transformer.lab.statistics import Difference, Mean, corrected, difference
 from transformer.units import kind
@@ -154,16 +154,16 @@ def _of_pair(pair: Sequence[str], contrasts: Sequence[Effect], results: Results)
 def _certainty(effect: Effect) -> str:
     if math.isnan(effect.versus.p):
         return "in every seed, which leaves no spread for a t-test"
-    p = p_value(effect.versus.p)
-    return f"(95 % interval over {effect.versus.mean.count} seeds, corrected {p})"
+    return f"(95 % interval over {effect.versus.mean.count} seeds, {both_p(effect.versus)})"
 
 
 def tables(effects: Sequence[Effect]) -> list[list[list[str]]]:
     """Returns the table of effects, or nothing if there are none."""
-    rows = [["effect", "difference", "95 % interval", "p", "seeds"]]
+    rows = [["effect", "difference", "95 % interval", "p", "corrected p", "seeds"]]
     for effect in effects:
-        x, p = effect.versus.mean, p_value(effect.versus.p).removeprefix("p ").removeprefix("= ")
-        rows.append([effect.name, signed(x.mean, x.half), spell_range(x), p, str(x.count)])
+        x, values = effect.versus.mean, (effect.versus.alone, effect.versus.p)
+        ps = [p_value(p).removeprefix("p ").removeprefix("= ") for p in values]
+        rows.append([effect.name, signed(x.mean, x.half), spell_range(x), *ps, str(x.count)])
     return [rows] if effects else []
 
 

@@ -3,7 +3,7 @@
 import functools
 import math
 
-from transformer.lab.statistics import Mean
+from transformer.lab.statistics import Difference, Mean
 
 
 def number(x: float, half: float = math.nan, sign: str = "") -> str:
@@ -36,6 +36,12 @@ def p_value(p: float) -> str:
     if p < 0.001:
         return "p < 0.001"
     return f"p = {p:.3f}" if p < 0.1 else f"p = {p:.2f}"
+
+
+def both_p(versus: Difference) -> str:
+    """Formats the p value of a comparison and, if it differs, the corrected one."""
+    alone = f"{p_value(versus.alone)}, corrected " * (versus.alone != versus.p)
+    return alone + p_value(versus.p)
 
 
 def spell_range(value: Mean, abs_value: bool = False) -> str:

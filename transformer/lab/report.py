@@ -36,12 +36,14 @@ def judge(
         study, verdict = load_study(folders[0]), verdict_of(tuned)
         untuned = verdict_of(None) if any(run.folder.exists() for run in study.runs) else None
         tuning = Tuning(study.sweep, search(study)[0], verdict, untuned)
-        answer, *rest = verdict.sentences
-        answer = answer.replace("Averaged", "averaged", 1)
-        sentences = (f"With each arm tuned: {answer}", *tuning.sentences, *rest)
-        verdict, more = verdict._replace(sentences=sentences), [tuning.section()]
+        doubts, added, more = tuning.doubts, tuning.sentences, [tuning.section()]
+        lead = f"With each arm tuned{' (not every optimum is known)' * bool(doubts)}: "
     else:
-        verdict = verdict_of(None)
+        verdict, doubts, added = verdict_of(None), [], []
+        lead = "Without tuning: " if (study := verdict.results.study) and study.sweep.tune else ""
+    answer, *rest = verdict.sentences
+    answer = lead + (answer.replace("Averaged", "averaged", 1) if lead else answer)
+    verdict = verdict._replace(sentences=(answer, *doubts, *added, *rest))
     if scaling := report_scaling.section(verdict.results):
         more = [scaling, *more]
         verdict = verdict._replace(sentences=(*scaling.lines[:1], *verdict.sentences))

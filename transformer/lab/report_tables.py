@@ -45,7 +45,7 @@ def outcome(verdict: Verdict) -> list[list[str]]:
         diverged = f"{len(arm.diverged)} of {len(arm.runs)}" if arm.diverged else "-"
         rows.append([name, spell(row.value), *difference, row.outcome, seeds, diverged, reaches])
     value = f"{sweep.metric} (mean ± 95 % interval)"
-    difference = [f"difference from {sweep.baseline}", "95 % interval", "p"]
+    difference = [f"difference from {sweep.baseline}", "95 % interval", "corrected p"]
     reaches = f"reaches the baseline's final {validated(verdict.results)} after"
     return [["arm", value, *difference, "verdict", "seeds", "diverged", reaches], *rows]
 

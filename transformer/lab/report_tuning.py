@@ -32,7 +32,7 @@ class Tuning(NamedTuple):
 
     @property
     def sentences(self) -> list[str]:
-        """What tuning changes, and which optima are uncertain."""
+        """What tuning changes."""
         lines = []
         for (name, field), group in itertools.groupby(self.slopes(), lambda row: row[:2]):
             rows = [row[2:5] for row in group]
@@ -50,6 +50,11 @@ class Tuning(NamedTuple):
                 lines.append(f"Tuning changes {', '.join(arms)} {change}, compared with {base}.")
             same = f"Tuning does not change which arms differ detectably from {base}."
             lines += [] if changed else [same]
+        return lines
+
+    @property
+    def doubts(self) -> list[str]:
+        """Which optima are uncertain."""
         doubts: dict[tuple[str, str], list[str]] = {}
         for curve in self.curves:
             tried, at, doubt = curve.tried, curve.tried.index(curve.best), ""
@@ -59,9 +64,11 @@ class Tuning(NamedTuple):
             elif curve.parabola is None:
                 between = f"between {tried[at - 1]:g} and {tried[at + 1]:g}"
                 doubt = f"is only known to be {between}; {curve.best:g} was used"
+            elif math.isinf(curve.interval()[0]):
+                doubt = f"has an unbounded interval; {curve.optimum:g} was used"
             doubts.setdefault((curve.number.name, doubt), []).append(curve.arm)
         of = lambda name, doubt: f"The best {name} of {', '.join(doubts[name, doubt])} {doubt}."
-        return lines + [of(name, doubt) for name, doubt in doubts if doubt]
+        return [of(name, doubt) for name, doubt in doubts if doubt]
 
     def section(self) -> Section:
         pictures, sweep = {}, self.sweep
@@ -85,8 +92,8 @@ class Tuning(NamedTuple):
     def both(self) -> list[list[str]]:
         """Returns a table of the results at the settings of the file and tuned."""
         sweep = self.tuned.results.sweep
-        versus = f"from {sweep.baseline}"
-        rows = [["arm", "untuned", versus, "tuned", versus, "gain of tuning"]]
+        versus = [f"{name} - {sweep.baseline}" for name in ("untuned", "tuned")]
+        rows = [["arm", "untuned", versus[0], "tuned", versus[1], "change by tuning"]]
         cells = lambda row: [spell(row.value), _difference(row.to_baseline)]
         for arm, row in self.tuned.rows.items():
             before = self.untuned.rows[arm]
@@ -138,7 +145,7 @@ def _optimum(curve: Curve, brief: bool = False) -> str:
     low, high = curve.interval()
     interval = " (not identified)" if math.isinf(low) else f" [{low:g}, {high:g}]"
     interval = " (best value tried)" if math.isnan(low) else interval
-    cost = "" if math.isnan(curve.flatness) else f", {number(curve.flatness)}"
+    cost = "" if math.isnan(curve.flatness) or math.isinf(low) else f", {number(curve.flatness)}"
     return f"{curve.optimum:g}{interval}{cost}"
 
 

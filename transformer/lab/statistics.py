@@ -39,6 +39,7 @@ class Difference(NamedTuple):
     # difference is the same in all seeds: rounding causes this, and no spread is no evidence.
     p: float
     by_seed: dict[int, float]
+    alone: float = math.nan  # p before the correction
 
     @property
     def is_detectable(self) -> bool:
@@ -77,7 +78,7 @@ def corrected(differences: dict[str, Difference]) -> dict[str, Difference]:
     result, largest = dict(differences), 0.0
     for n, (p, name) in enumerate(ranked):
         largest = max(largest, min(1.0, p * (len(ranked) - n)))
-        result[name] = differences[name]._replace(p=largest)
+        result[name] = differences[name]._replace(p=largest, alone=p)
     return result
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from transformer.lab import effects
 from transformer.lab.effects import CLOSE, Cells, Effect, Scan
-from transformer.lab.formatting import number, p_value, signed, spell, spell_range
+from transformer.lab.formatting import both_p, number, p_value, signed, spell, spell_range
 from transformer.lab.profiles import Profile, profiles
 from transformer.lab.results import Arm, Results
 from transformer.lab.statistics import Difference, Mean, corrected, difference
@@ -26,7 +26,7 @@ class Row(NamedTuple):
     arm: Arm
     value: Mean  # of the metric, over finished seeds
     to_baseline: Difference | None  # arm - baseline; None for the baseline
-    outcome: str  # baseline, better, worse, undetected or untested
+    outcome: str  # baseline, better, worse, not detectable or untested
     reaches: list[float]  # by seed: share of the baseline's steps until its final value, or NaN
 
 
@@ -76,7 +76,7 @@ def _outcome(versus: Difference | None, sign: float) -> str:
     if versus is None:
         return "baseline"
     if not versus.is_detectable:
-        return "untested" if math.isnan(versus.p) else "undetected"
+        return "untested" if math.isnan(versus.p) else "not detectable"
     return "better" if sign * versus.mean.mean < 0 else "worse"
 
 
@@ -133,28 +133,28 @@ def _verdict(results: Results, rows: Mapping[str, Row], scanned: Sequence[Scan])
         return f"By {metric}, all arms are equal in every seed: {spell(rows[base].value)}."
     gone = [name for name, row in rows.items() if row.arm.diverged and not row.value.count]
     more = [f"{_listed(gone)} diverged in every seed"] if gone else []
-    return _sentence([*_clauses(results, base, compared), *more], compared, len(compared) > 1)
+    return _sentence([*_clauses(results, base, compared), *more], compared)
 
 
 def _of_first_field(contrasts: Sequence[Effect], results: Results) -> str:
     """Compares the values of the first field of a grid, which is the one that is asked about."""
     ((field, base, _),) = contrasts[0].changes
     compared = {effect.changes[0][2]: effect.versus for effect in contrasts}
-    sentence = _sentence(_clauses(results, base, compared), compared, corrected=True)
-    return f"{effects.averaged(field, results)}{sentence}"
+    return effects.averaged(field, results) + _sentence(_clauses(results, base, compared), compared)
 
 
-def _sentence(clauses: Sequence[str], compared: Mapping[str, Difference], corrected: bool) -> str:
+def _sentence(clauses: Sequence[str], compared: Mapping[str, Difference]) -> str:
     """Joins clauses to a sentence, with the certainty of the differences."""
     tested = [versus for versus in compared.values() if not math.isnan(versus.p)]
     seeds = " or ".join(map(str, sorted({versus.mean.count for versus in tested})))
-    detected = [versus.p for versus in tested if versus.is_detectable]
-    p = p_value(max(detected) if detected else min(versus.p for versus in tested))
+    detected, p = [versus.p for versus in tested if versus.is_detectable], both_p(tested[0])
     if len(tested) > 1:
-        p += " or less" * ("=" in p) if detected else " or more"
-        p += " for detectable differences" * (0 < len(detected) < len(tested))
+        p = p_value(max(detected) if detected else min(versus.p for versus in tested))
+        bound = {0: " or more", 1: ""}.get(len(detected), " or less" * ("=" in p))
+        which = f" for the detectable difference{'s' * (len(detected) > 1)}"
+        p = f"corrected {p}{bound}{which * (0 < len(detected) < len(tested))}"
     certainty = f"95 % interval{'s' * (len(tested) > 1)} over {seeds} seeds"
-    return f"{'; '.join(clauses)} ({certainty}, {'corrected ' * corrected}{p})."
+    return f"{'; '.join(clauses)} ({certainty}, {p})."
 
 
 def _clauses(results: Results, base: str, compared: Mapping[str, Difference]) -> list[str]:
@@ -175,7 +175,7 @@ def _clauses(results: Results, base: str, compared: Mapping[str, Difference]) ->
         differ += f" than {base}" * (not clauses)
         direction = "lower" if means[0].mean < 0 else "higher"
         clauses.append(f"{arms} {differ}: {its} {metric} is {_listed(sizes)} {counts} {direction}")
-    if undetected := names("undetected"):
+    if undetected := names("not detectable"):
         do = "does" if len(undetected) == 1 else "do"
         clause = f"{_listed(undetected)} {do} not differ detectably from {base}"
         means = [compared[name].mean for name in undetected]
@@ -183,8 +183,12 @@ def _clauses(results: Results, base: str, compared: Mapping[str, Difference]) ->
         sizes = f"between {signed(low, high - low)} and {signed(high, high - low)}"
         if len(means) <= FEW:
             sizes = _listed([f"{signed(x.mean, x.half)} [{spell_range(x)}]" for x in means])
-        verb = f"difference{' is' if len(means) == 1 else 's are'}"
-        clauses.append(f"{clause}: the {verb} {sizes} {counts}".rstrip())
+        verb, seeds = f"difference{' is' if len(means) == 1 else 's are'}", ""
+        if len(means) == 1 and not means[0].low <= 0 <= means[0].high:
+            signs = [x * means[0].mean > 0 for x in compared[undetected[0]].by_seed.values()]
+            side = "worse" if sign * means[0].mean > 0 else "better"
+            seeds = f", {side} in {sum(signs)} of {len(signs)} seeds"
+        clauses.append(f"{clause}: the {verb} {sizes} {counts}".rstrip() + seeds)
     if unknown := names("untested"):
         clauses.append(f"about {_listed(unknown)}, no conclusion is possible")
     return clauses
