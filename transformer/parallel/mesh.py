@@ -48,11 +48,10 @@ def check_platform(target: str) -> str:
         way_out = "check JAX_PLATFORMS, or install the extra [gpu] or [tpu]"
         raise UserError(f"platform: JAX cannot start ({reason}); {way_out}") from None
     backend = "gpu" if backend in ("cuda", "rocm") else backend
-    if target == "auto" and backend == "cpu" and (found := accelerator()):
-        problem = f"this machine has {found}, but JAX found only the CPU"
+    if target == "auto" and backend == "cpu" and (kind := accelerator()):
         check = "install the extra [gpu] or [tpu] and check that no other process holds the device"
         way_out = f"{check}, or train on the CPU with --config.platform=cpu"
-        raise UserError(f"platform: {problem}; {way_out}")
+        raise UserError(f"platform: this machine has {kind}, but JAX found only the CPU; {way_out}")
     allowed = {"auto": (backend,), "accelerator": ("gpu", "tpu")}.get(target, (target,))
     if backend not in allowed:
         way_out = f"to train on the {backend.upper()}, set --config.platform={backend}"
@@ -72,8 +71,7 @@ def make_mesh(config: MeshConfig, devices: list | None = None) -> Mesh:
         if len(devices) % fixed:
             needed = f"a multiple of {fixed} devices"
             raise UserError(f"mesh: {wanted} needs {needed}, but {found}; change the fixed axes")
-        left = len(devices) // fixed
-        sizes = {axis: left if size == -1 else size for axis, size in sizes.items()}
+        sizes = {axis: size if size > 0 else len(devices) // fixed for axis, size in sizes.items()}
     needed = math.prod(sizes.values())
     if needed > len(devices):
         found += f" ({devices[0].platform})"

@@ -308,9 +308,8 @@ def gather_from_all(mine: np.ndarray) -> np.ndarray:
 def agree(what: str, value: str) -> None:
     """Raises UserError, which names `what`, unless `value` is the same on all processes."""
     values = gather_from_all(np.frombuffer(value.encode()[:64].ljust(64), np.uint8))
-    if different := [i for i, other in enumerate(values) if not np.array_equal(other, values[0])]:
-        where = f"between processes 0 and {different[0]}"
-        raise UserError(f"{what} differs {where}; use the same on all")
+    if others := [i for i, other in enumerate(values) if not np.array_equal(other, values[0])]:
+        raise UserError(f"{what} differs between processes 0 and {others[0]}; use the same on all")
 
 
 def max_over_processes(kind: int) -> int:
