@@ -188,8 +188,7 @@ class Checkpoints:
         interval, last = self._config.checkpoint_every, self._config.steps
         while True:
             steps = self.steps
-            is_regular = lambda step: step == last or (interval and step % interval == 0)
-            regular = list(filter(is_regular, steps))
+            regular = [x for x in steps if x == last or (interval and x % interval == 0)]
             surplus = set(steps[:-1]) - set(regular[-self._config.keep_checkpoints :])
             if not surplus:
                 return

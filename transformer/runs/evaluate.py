@@ -124,8 +124,7 @@ def evaluate(trained: LoadedRun, mesh: Mesh, part: str = "test") -> dict:
             samples = "samples.txt" if part == "test" else f"samples.{part}.txt"
             write_atomic(workdir / samples, "\n".join(generated.samples))
         write_json(workdir / f"{part}.json", report)
-        logged = {f"{part}/{name}": value for name, value in metrics.items()}
-        append_metrics(workdir, trained.step, logged)
+        append_metrics(workdir, trained.step, {f"{part}/{k}": x for k, x in metrics.items()})
     signatures = {f"{name}_signature": text for name, text in generated.signatures.items()}
     return metrics | signatures | left_out
 

@@ -117,8 +117,7 @@ class Progress:
     """The progress line: updated in place in a terminal, else one every `log_every` steps."""
 
     def __init__(self, steps: int, stream=None):
-        self.steps = steps
-        self.stream = stream or sys.stderr
+        self.steps, self.stream = steps, stream or sys.stderr
         self._live = self.stream.isatty()
         self._seconds_per_step = 0.0
         self._is_open = False  # whether the last line is one that `show` may update

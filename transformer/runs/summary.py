@@ -25,9 +25,8 @@ def summary(
     `verbose`, also the largest parameters and other details. `backends` are the attention backends,
     each with the reason why it is used. `resumed` is where the run resumes, if it does."""
     config, mesh, params = program.config, program.mesh, program.abstract.params
-    described = "; ".join(name + (f" ({why})" if why else "") for name, why in backends.items())
-    is_fallback = any(backends.values())
-    attention = [f"attention {described}"] if backends and (is_fallback or verbose) else []
+    used = "; ".join(name + (f" ({why})" if why else "") for name, why in backends.items())
+    attention = [f"attention {used}"] if backends and (any(backends.values()) or verbose) else []
     notes = "; ".join([*attention, *([] if resumed else _advice(config, data))])
     return [
         _model(config, mesh, params), *(_table(params) if verbose else ()), *_multipliers(config),
