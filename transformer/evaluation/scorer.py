@@ -130,8 +130,7 @@ def score_texts(scorer: Scorer, texts: Sequence[str], contexts: Sequence[str]) -
         before = [[*tokenizer.source_prefix_ids, *ids] for ids in before]
         after = tokenizer.encode_targets(texts)
     else:
-        pairs = zip(contexts, texts, strict=True)
-        both = tokenizer.encode([context + text for context, text in pairs])
+        both = tokenizer.encode(["".join(pair) for pair in zip(contexts, texts, strict=True)])
         after = [ids[len(x) :] for ids, x in zip(both, before, strict=True)]
         before = [[tokenizer.bos, *ids] for ids in before]
     room = scorer.config.model.max_length

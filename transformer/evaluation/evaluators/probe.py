@@ -50,8 +50,7 @@ class Probe(Evaluator):
             if (model := reading(config.model, longest)) is None:
                 break  # the position table is too short
             layout = {"length": longest, "target_length": 0, "packing": False, "buckets": ()}
-            layout |= {"mixture": (), "mixture_temperature": 0.0}
-            data = dataclasses.replace(config.data, **layout)
+            data = dataclasses.replace(config.data, **layout, mixture=(), mixture_temperature=0.0)
             at_length = subject.with_config(dataclasses.replace(config, data=data, model=model))
             exact, tokens = _right(at_length, store, snapshot)
             yield f"probe/exact/{length:05d}", exact
