@@ -108,8 +108,7 @@ def head_cycles(
         raise ValueError("there are other loops than those over tiles and chunks")
     of_head = sum(x.own + chunks * sum(y.own for y in x.inner) for x in once if x.inner)
     total = blocks * (grid.own + body.own) + sum(part.own for part in once if not part.inner)
-    for count, tile in zip(counts, tile_loop.inner, strict=True):
-        total += count * (tile_loop.own + tile.own)
+    total += sum(n * (tile_loop.own + x.own) for n, x in zip(counts, tile_loop.inner, strict=True))
     return tile_loop.inner, total, of_head
 
 

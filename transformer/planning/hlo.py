@@ -165,8 +165,7 @@ def _increment(body: Computation, name: str, index: int) -> int | None:
 
 
 def _parse(line: str) -> Instruction | None:
-    match = re.match(r"\s+(ROOT )?%?([\w.\-]+) = ", line)
-    if not match:
+    if not (match := re.match(r"\s+(ROOT )?%?([\w.\-]+) = ", line)):
         return None
     remainder = line[match.end() :]
     end = _closing(remainder, 0) if remainder.startswith("(") else remainder.index(" ")

@@ -26,12 +26,11 @@ def compare(plans: dict[str, Plan], sweep: Sweep) -> str:
         times = [seconds(plan.step), roof.bound, f"{plan.mfu:.1%}"] if plan.step else []
         least = [*times, *map(_few, [*plan.run.values()][1:])] or [""] * (len(bounds) - 1)
         peak = format_bytes(part.peak) + ("" if plan.fits else " (!)")
-        backends = " ".join(part.compiled.attention) if part.compiled else ""
+        used = " ".join(part.compiled.attention) if part.compiled else ""
         flops = human_count(plan.model_flops / plan.tokens)
         cost = f"{plan.kernel_cycles / base:.3f}" if base and plan.kernel_cycles else ""
         cost = cost or ("not analyzed" if plan.kernels else "none")
-        cells = [name, f"{plan.parameters:,}", flops, peak, *least, backends]
-        rows.append([*cells, *[cost] * counted])
+        rows.append([name, f"{plan.parameters:,}", flops, peak, *least, used, *[cost] * counted])
     notes = ["kernels: cycles, relative to the arm without positions, or else the first"] * counted
     if all(plan.run for plan in plans.values()):
         of_arm = sweep.tuning_runs + len(sweep.seeds) * (2 if sweep.tune else 1)
@@ -201,8 +200,7 @@ def _times(plan: Plan) -> list[str]:
 def _collectives(roof: Roofline, place: str) -> list[str]:
     places = f"within the {place}", f"between {place}s"
     rows = [["sent per device in one training step", "count", *places]]
-    by_size = lambda item: -item[1].inner - item[1].outer
-    for kind, traffic in sorted(roof.traffic.items(), key=by_size):
+    for kind, traffic in sorted(roof.traffic.items(), key=lambda x: -x[1].inner - x[1].outer):
         outer = format_bytes(traffic.outer) if traffic.outer else ""
         rows.append([f"  {kind}", f"{traffic.count:,.0f}", format_bytes(traffic.inner), outer])
     if not any(row[-1] for row in rows[1:]):

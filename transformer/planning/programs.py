@@ -100,9 +100,8 @@ class Programs:
         check_divisibility(config, self.mesh)
         self.model = build_model(config.model)
         self.optimizer = build_optimizer(config.optimizer, config.train.steps, config.model)
-        of_state = config, self.model, self.optimizer, self.mesh
-        with use(self.mesh):
-            self.state, self.shardings = abstract_state(*of_state)
+        with use(self.mesh) as mesh:
+            self.state, self.shardings = abstract_state(config, self.model, self.optimizer, mesh)
             self.batch = batch_shapes(config, self.mesh)
         self.tokens = sum(x.size for k, x in self.batch.items() if k in ("inputs", "source"))
         generates = config.objective.generates_text and config.model.family != "encoder"
@@ -142,10 +141,8 @@ class Programs:
         model = self.config.model
         array = lambda length, dtype: self._replicated((self._sequences, length), dtype)
         with_mask = lambda length: (array(length, jnp.int32), array(length, jnp.bool_))
-        half = max(model.max_length // 2, 1)
-        args = (*with_mask(half), None, None)
-        if model.is_encoder_decoder:
-            args = (*with_mask(1), *with_mask(half))
+        half = with_mask(max(model.max_length // 2, 1))
+        args = (*with_mask(1), *half) if model.is_encoder_decoder else (*half, None, None)
         run = lambda params, prompt, real, source, source_real: prefill(
             self.model, params, prompt, model.max_length, source, real, source_real
         )

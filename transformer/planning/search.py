@@ -47,8 +47,7 @@ def search(
             reasons[f"parameters, gradients and optimizer take {part}"] += 1
             continue
         for index, (remat, times) in list(enumerate(LADDER))[rung:]:
-            changed = _with_layout(config, mesh, remat, times)
-            if changed is None:
+            if (changed := _with_layout(config, mesh, remat, times)) is None:
                 size_field = f"data.batch_size: {config.data.batch_size}"
                 reasons[f"{size_field} is not divisible by the devices"] += 1
                 continue
@@ -144,10 +143,9 @@ def _sent_bytes(config: Experiment, size: float, mesh: dict[str, int]) -> float:
     """Returns about the bytes that a device sends in a step. fsdp gathers parameters twice and
     scatters gradients, data sums gradients, tensor moves the residual stream between sublayers."""
     size = size * 2 / (mesh["tensor"] * mesh["stage"] * mesh["expert"])
-    summed = 2 * size / mesh["fsdp"] * (1 - 1 / mesh["data"])
-    parameters = 3 * size * (1 - 1 / mesh["fsdp"]) + summed
+    weights = 3 * size * (1 - 1 / mesh["fsdp"]) + 2 * size / mesh["fsdp"] * (1 - 1 / mesh["data"])
     stream = 16 * sum(model.d_model * tokens for _, model, tokens in _stacks(config, mesh))
-    return parameters * config.train.accumulate + stream * (1 - 1 / mesh["tensor"])
+    return weights * config.train.accumulate + stream * (1 - 1 / mesh["tensor"])
 
 
 def _describe(config: Experiment) -> str:

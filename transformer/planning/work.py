@@ -153,10 +153,9 @@ def collectives(program: HloProgram) -> list[Collective]:
             continue
         operands = [computation[name] for name in op.operands if name in computation]
         size = sum(array.bytes for operand in operands for array in operand.arrays)
-        writes_parts = operands and all(_writes_a_part(x, program) for x in operands)
         if scatters:
             kind = "reduce-scatter"
-        elif kind == "all-reduce" and writes_parts:
+        elif kind == "all-reduce" and operands and all(_writes_part(x, program) for x in operands):
             kind = "all-gather"  # written as a sum of zero-padded parts, on a large torus
         elif kind == "all-gather":
             size *= _groups(op).shape[1]
@@ -164,7 +163,7 @@ def collectives(program: HloProgram) -> list[Collective]:
     return found
 
 
-def _writes_a_part(op: Instruction, program: HloProgram) -> bool:
+def _writes_part(op: Instruction, program: HloProgram) -> bool:
     inner = program.computations.get(op.called("calls") or "") if op.opcode == "fusion" else None
     root = next((inner_op for inner_op in inner.values() if inner_op.root), op) if inner else op
     return root.opcode in ("dynamic-update-slice", "pad")
@@ -185,8 +184,7 @@ def _scatters(op: Instruction, computation: Computation) -> bool:
 
 def _groups(op: Instruction) -> np.ndarray:
     text, numbers = op.attributes, lambda s: [int(n) for n in s.split(",")]
-    lists = r"(?:source_target_pairs|replica_groups)=\{((?:\{[\d,]+\},?)+)\}"
-    if match := re.search(lists, text):
+    if match := re.search(r"(?:source_target_pairs|replica_groups)=\{((?:\{[\d,]+\},?)+)\}", text):
         return np.array([numbers(group) for group in re.findall(r"\{([\d,]+)\}", match.group(1))])
     if match := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", text):
         sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", match.group(1))}
@@ -243,9 +241,8 @@ def _grouped(part: str, op: Instruction, model: ModelConfig) -> KernelWork:
     local_experts, outer = matrices[0], products[-1]
     kinds = [layer.feed_forward_kind for side in model.sides for layer in model.layers(side)]
     experts = max(kind.num_experts for kind in kinds if hasattr(kind, "num_experts"))
-    local_rows = rows * local_experts / experts
-    untouched = (rows - local_rows) * (inner + outer) * size
-    return KernelWork(2.0 * local_rows * inner * outer, untouched)
+    local = rows * local_experts / experts
+    return KernelWork(2.0 * local * inner * outer, (rows - local) * (inner + outer) * size)
 
 
 def _operands(op: Instruction) -> list[tuple[int, tuple[int, ...]]]:
