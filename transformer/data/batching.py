@@ -70,8 +70,7 @@ class Batches(Stream):
         self._sequences, self._seed, self._share = sequences, seed, share
         self.report = sequences.report
         self._widths = list(buckets) or [length]
-        decoder_length = decoder_length or length
-        self._decoder_widths = [width * decoder_length // length for width in self._widths]
+        self._decoder_widths = [x * (decoder_length or length) // length for x in self._widths]
         self._sizes = [batch_size * length // width for width in self._widths]
         self.num_sequences = len(sequences.lengths)
         self._plan = functools.lru_cache(maxsize=1)(self._plan_epoch)
@@ -85,8 +84,7 @@ class Batches(Stream):
     @functools.cached_property
     def _order(self) -> np.ndarray:
         """The bucket of each batch of an epoch."""
-        pairs = zip(self._members, self._sizes, strict=True)
-        counts = [-(-len(members) // size) for members, size in pairs]
+        counts = [-(-len(x) // size) for x, size in zip(self._members, self._sizes, strict=True)]
         return np.repeat(np.arange(len(counts)), counts)
 
     @property

@@ -179,8 +179,7 @@ class DataConfig:
 
     def with_tokenizer(self, path) -> "DataConfig":
         """The same config, and special tokens, with the existing tokenizer at `path`."""
-        names = [f.name for f in dataclasses.fields(TokenizerConfig) if "_id" in f.name]
-        ids = {name: getattr(self.tokenizer, name) for name in names}
+        ids = {name: x for name, x in vars(self.tokenizer).items() if name.endswith("_id")}
         return dataclasses.replace(self, tokenizer=TokenizerConfig(path=str(path), **ids))
 
     @property

@@ -107,8 +107,7 @@ class TaskSpec:
 
 def parse(path: str, field: str = "data.train") -> TaskSpec:
     """Parses a path. Raises UserError for an invalid one."""
-    match = re.fullmatch(r"(\w+):(\d+)-(\d+)(?::(\d+))?", path)
-    if not match:
+    if not (match := re.fullmatch(r"(\w+):(\d+)-(\d+)(?::(\d+))?", path)):
         forms = "TASK:SHORTEST-LONGEST or TASK:SHORTEST-LONGEST:EXAMPLES, such as 'reverse:1-20'"
         raise UserError(f"{field}: {path!r} must be {forms}")
     look_up(TASKS, match[1], field)

@@ -34,11 +34,10 @@ def read(
 ) -> Iterator[Example]:
     """Yields examples with one string for each of `columns`. `fields` defaults to `columns`. Raises
     UserError for a missing or empty file and for a malformed line."""
-    count = 0
+    example = None
     for example in examples(format, path, fields, columns):
-        count += 1
         yield example
-    if not count:
+    if example is None:
         raise UserError(f"data: {path} contains no text")
 
 
@@ -96,9 +95,8 @@ def as_path(text: str, field: str) -> epath.Path:
     except KeyError:
         raise UserError(f"{field}: {text!r} cannot be read; use a local path or gs://") from None
     except ImportError as e:
-        gcs = "the extra [gcs]: pip install -e '.[gcs]'"
-        needed = gcs if scheme == "gs" else f"a package ({e})"
-        raise UserError(f"{field}: {text} needs {needed}") from None
+        needs = "the extra [gcs]: pip install -e '.[gcs]'" if scheme == "gs" else f"a package ({e})"
+        raise UserError(f"{field}: {text} needs {needs}") from None
     return path
 
 

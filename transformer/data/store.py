@@ -287,8 +287,7 @@ def tokenize(
             encode = [encoders.get(columns[side], tokenizer.encode) for side in sides]
             sides_ids = [encode[side]([example[side] for example in block]) for side in sides]
         if columns[-1] == "label":
-            numbers = [_class(number, example[-1], example[0]) for example in block]
-            labels.append(np.array(numbers, np.int32))
+            labels.append(np.array([_class(number, x[-1], x[0]) for x in block], np.int32))
         for side in sides:
             for ids in sides_ids[side]:
                 ids.append(tokenizer.eos)

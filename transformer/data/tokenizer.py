@@ -199,8 +199,7 @@ class Fast(Tokenizer):
 
     def encode_words(self, words):
         # Pieces may include the space before them, such as GPT-2's "\u0120cat".
-        marks_spaces = any(piece.startswith("\u0120") for piece in self._tokenizer.get_vocab())
-        space = " " if marks_spaces else ""
+        space = " " if any(x.startswith("\u0120") for x in self._tokenizer.get_vocab()) else ""
         return self.encode([f"{space}{word}" if i else word for i, word in enumerate(words)])
 
     def _text(self, ids):

@@ -64,8 +64,7 @@ class _Pairs(OfParts):
             length, half = rooms[0], rooms[0] // 2
             rooms = (half, length - half) if self._long[pair] else (length, length)
         source, targets = (texts[pair] for texts in self._texts)
-        source = [*self._before, *source]
-        return self._cut(source, rooms[0]), self._cut(targets, rooms[1])
+        return self._cut([*self._before, *source], rooms[0]), self._cut(targets, rooms[1])
 
     def _cut(self, ids: Sequence[int], room: int) -> np.ndarray:
         """The ids up to `room`, the last of which becomes eos."""
