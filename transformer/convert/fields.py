@@ -131,16 +131,14 @@ class Fields:
         self, values: Mapping[str, Any], family: str, table: Mapping[str, Any],
         aliases: Mapping[str, str] = types.MappingProxyType({}), inside: str = "",
     ):  # fmt: skip
-        values = dict(values)
+        values = self._values = dict(values)
         self.family, self._inside, self._seen = family, inside, set()
         self.table = {name: field(default) for name, default in (LABELS | table).items()}
         for alias, name in aliases.items():
             if alias in values:
                 value = values.pop(alias)
                 if values.setdefault(name, value) != value:
-                    problem = f"contradicts {alias} = {shown(value)}; leave one out"
-                    raise self.error(name, problem, values[name])
-        self._values = values
+                    raise self.error(name, f"contradicts {alias} = {shown(value)}; leave one out")
         for name, value in values.items():
             if name.endswith("_token_id") and not is_token(value, several="eos" in name):
                 raise self.error(name, "must be a token ID or null")

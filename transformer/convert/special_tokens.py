@@ -34,10 +34,9 @@ def read_both(directory: Path, theirs: Mapping) -> dict:
     generation = read_json(file) if file.is_file() else {}
     for source, fields in ((directory / "config.json", theirs), (file, generation)):
         for name in NAMES.values() & fields.keys():
-            tokens[name] = fields[name]
-            if not is_token(tokens[name], several=name == NAMES["eos_id"]):
-                value = shown(tokens[name])
-                raise UserError(f"{source}: {name} = {value} must be a token ID or null")
+            value = tokens[name] = fields[name]
+            if not is_token(value, several=name == NAMES["eos_id"]):
+                raise UserError(f"{source}: {name} = {shown(value)} must be a token ID or null")
     return tokens
 
 
@@ -60,8 +59,7 @@ def write(config: ModelConfig, defaults: Mapping[str, int]) -> dict:
     """Returns the special tokens of config.json; null where a missing field has a default."""
     tokens = {}
     for ours, name in NAMES.items():
-        value = getattr(config, ours)
-        if value is not None:
+        if (value := getattr(config, ours)) is not None:
             tokens[name] = list(value) if isinstance(value, tuple) else value
         elif name in defaults:
             # Transformers cannot load a Marian model whose decoder_start_token_id is null.
