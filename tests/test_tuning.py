@@ -138,6 +138,7 @@ def test_report_compares_tuned_and_untuned_arms(tmp_path):
     assert optima[1][1].startswith("0.001 ") and optima[2][1].startswith("0.016")
     assert both[2][0] == "alibi" and both[2][-1].startswith("-0.32")  # 4 doublings squared
     page = report.write(verdict, tmp_path / "report", [section]).read_text()
+    assert "p\u00a0=\u00a0" in page.partition("</ul>")[0]  # a line does not end within "p = 0.1"
     assert "<h2>Tuning</h2>" in page and (tmp_path / "report/figures").glob("tuning_*.png")
     assert "8 steps of pydoc, learning rate 0.001 to 0.016" in page
     assert "up to 7 runs, with seed 3, which" in page and "Slopes:" not in page

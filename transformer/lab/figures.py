@@ -25,6 +25,7 @@ from transformer.output import human_count
 from transformer.units import kind
 
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
+INKS = ("#000000", "#7f7f7f")  # of lines that are not arms
 LINES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 WIDTH = 4.6  # of a figure, in inches
@@ -34,9 +35,9 @@ Style = Mapping[str, dict]
 Drawings = dict[str, tuple[str, Figure]]  # name of a figure -> its caption and the figure
 
 
-def styles(names: Sequence[str]) -> Style:
+def styles(names: Sequence[str], colors: Sequence[str] = COLORS) -> Style:
     """Returns the color, line style and marker of each arm. All figures use the same ones."""
-    looks = zip(*map(itertools.cycle, (COLORS, LINES, MARKERS)), strict=False)
+    looks = zip(*map(itertools.cycle, (colors, LINES, MARKERS)), strict=False)
     keys = ("color", "linestyle", "marker")
     return {name: dict(zip(keys, next(looks), strict=True)) for name in names}
 
@@ -221,7 +222,7 @@ def _paired(lines: Mapping[str, Mapping[str, Values]], verdict: Verdict, x_label
     results = verdict.results
     metric, names = results.sweep.metric, list(next(iter(lines.values())))
     figure, axes = new_figure(3.2, xlabel=x_label, ylabel=caption_of(metric, results))
-    for n, (line, style) in enumerate(styles(list(lines)).items()):
+    for n, (line, style) in enumerate(styles(list(lines), INKS).items()):
         values = lines[line]
         xs = np.arange(len(names)) + 0.06 * (n - (len(lines) - 1) / 2)
         for seed in results.sweep.seeds:
@@ -278,7 +279,7 @@ def _curves(lines: Sequence[Curve], kind: str, x_label: str, results: Results) -
     high = ends[int(0.9 * len(ends))] if is_long else ends[-1]
     inside = np.concatenate([line.xs[kind][line.runs.mean(0) <= high] for line in lines])
     axes.set_ylim(low - 0.05 * (high - low), high + 0.1 * (high - low))
-    axes.set_xlim(min(inside), max(inside))
+    axes.set_xlim(min(inside), max(inside) + 0.02 * np.ptp(inside))  # the last mark is whole
     add_legend(figure, axes)
     if max(inside) >= 1000:
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))

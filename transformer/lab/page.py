@@ -67,6 +67,7 @@ _TEMPLATES.globals |= {
     "svg": _svg, "columns_with_text": _columns_with_text, "next": next,
 }  # fmt: skip
 _TEMPLATES.filters |= {
+    "unbroken": lambda text: text.replace("95 %", "95\u00a0%").replace("p = ", "p\u00a0=\u00a0"),
     "shown": lambda piece: piece.replace("\u2581", " ").replace("\n", "\u21b5").strip() or piece,
     "in_text": lambda piece: piece.replace("\u2581", " ").replace("\n", "\u21b5\n"),
 }

@@ -43,11 +43,11 @@ def outcome(verdict: Verdict) -> list[list[str]]:
         if versus is not None and versus.mean.count < row.value.count:
             seeds += f" ({versus.mean.count} paired)"
         diverged = f"{len(arm.diverged)} of {len(arm.runs)}" if arm.diverged else "-"
-        rows.append([name, spell(row.value), *difference, row.outcome, seeds, diverged, reaches])
+        rows.append([name, spell(row.value), row.outcome, *difference, seeds, diverged, reaches])
     value = f"{sweep.metric} (mean ± 95 % interval)"
     difference = [f"difference from {sweep.baseline}", "95 % interval", "corrected p"]
     reaches = f"reaches the baseline's final {validated(verdict.results)} after"
-    return [["arm", value, *difference, "verdict", "seeds", "diverged", reaches], *rows]
+    return [["arm", value, "verdict", *difference, "seeds", "diverged", reaches], *rows]
 
 
 def cost(verdict: Verdict, with_speed: bool) -> list[list[str]]:

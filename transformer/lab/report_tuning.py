@@ -73,7 +73,8 @@ class Tuning(NamedTuple):
     def section(self) -> Section:
         pictures, sweep = {}, self.sweep
         for name in self.numbers:
-            caption = f"Tuning: {METRIC} against {name}, for each run (marks), with parabolas."
+            caption = f"Tuning: {METRIC} against {name}, for each run (marks), with parabolas. "
+            caption += "Much higher losses are cut off."
             curves = [curve for curve in self.curves if curve.number.name == name]
             pictures[f"tuning_{name}"] = (caption, _draw(curves, styles(list(self.tuned.rows))))
         seeds = f"seed{'s' * (sweep.tune_seeds > 1)} {', '.join(map(str, tuning_seeds(sweep)))}"
@@ -174,6 +175,8 @@ def _draw(curves: Sequence[Curve], style: Style) -> Figure:
         axes.plot(interval, [height] * len(interval), color=look["color"], linewidth=2.5, alpha=0.5)
         large = {"markersize": 8, "markeredgecolor": "black", "label": curve.arm}
         axes.plot(x(curve.optimum), height, **mark, **large)
+    shown = [curve.mean(v) for curve in curves for v in curve.near]
+    axes.set_ylim(top=min(axes.get_ylim()[1], max(shown) + np.ptp(shown)))
     ends = {v for curve in curves for v in (curve.tried[0], curve.tried[-1])}
     ticks = sorted({*number.grid, *ends})
     axes.set_xticks([number.x(v) for v in ticks], [f"{v:g}" for v in ticks])
