@@ -59,8 +59,7 @@ def scan(job: Job, number: int, folder: Path) -> Path:
         exact.append(hash64("\0".join(example)))
         sides.append([hash64(split.normalize(text)) for text in example])
         sizes.append(sum(len(text.encode()) for text in example))
-        fits = all(job.min_chars <= len(text) <= most for text in example)
-        kept.append(fits and passes(example))
+        kept.append(all(job.min_chars <= len(text) <= most for text in example) and passes(example))
     file = folder / "scan.npz"
     hashes = {"exact": np.array(exact, np.uint64), "sizes": np.array(sizes, np.int64)}
     shaped = np.array(sides, np.uint64).reshape(len(exact), len(job.columns))

@@ -93,8 +93,7 @@ def distribute(
     error = job.folder / UNFINISHED / "error"
     error.unlink(missing_ok=True)
     try:
-        quiet = contextlib.nullcontext() if job.beam else _without_stderr()
-        with quiet, pipeline:
+        with contextlib.nullcontext() if job.beam else _without_stderr(), pipeline:
             pipeline | beam.Create(missing) | beam.Reshuffle() | beam.Map(run)
     except Exception:
         if error.exists():  # Beam reports the exceptions of workers as text

@@ -109,8 +109,7 @@ def _begin(job: Job) -> None:
 def _finish(job: Job, tokenizer: Tokenizer, meta: dict, num_pieces: int) -> dict:
     """Writes what describes the folder, the index last, and removes the intermediate results."""
     results = [json.loads(job.result("write", n).read_text()) for n in range(num_pieces)]
-    counts = [Counter(result["counts"] | {"sha256": 0}) for result in results]
-    total: Counter = sum(counts, Counter())
+    total: Counter = sum((Counter(x["counts"] | {"sha256": 0}) for x in results), Counter())
     digests = "".join(result["counts"]["sha256"] for result in results)
     meta["train"] = {**total, "sha256": hashlib.sha256(digests.encode()).hexdigest()}
     shards = [result for result in results if result["take"]]
@@ -118,7 +117,6 @@ def _finish(job: Job, tokenizer: Tokenizer, meta: dict, num_pieces: int) -> dict
         raise UserError(_NONE_LEFT)
     sequences = sum(shard["take"] for shard in shards)
     filled = sum(shard["filled"] * shard["take"] for shard in shards) / sequences
-    fields = ("filename", "take", "size", "sha256")
     (job.folder / tokenizer.name).write_bytes(tokenizer.content)
     arrays = itertools.product(("valid", "test"), range(len(job.columns)), ("ids", "ends"))
     names = [tokenizer.name, *(f"{part}.{text}.{kind}.npy" for part, text, kind in arrays)]
@@ -128,7 +126,7 @@ def _finish(job: Job, tokenizer: Tokenizer, meta: dict, num_pieces: int) -> dict
         "format": FORMAT, "files": {name: digest(name) for name in names},
         "layout": job.data.chosen.layout(job), "tokenizer": to_mapping(job.data.tokenizer),
         "report": dict(sum((Counter(shard["report"]) for shard in shards), Counter())),
-        "shards": [{field: shard[field] for field in fields} for shard in shards],
+        "shards": [{x: s[x] for x in ("filename", "take", "size", "sha256")} for s in shards],
     }  # fmt: skip
     summary = {
         "examples": total["examples"], "tokens": total["tokens"], "sequences": sequences,
@@ -148,8 +146,7 @@ def _dropped(job: Job, trained: int, meta: dict) -> dict[str, int]:
     files = range(len(job.files))
     fits = [job.scanned(file)["kept"] for file in files]
     kept = sum(int(job.training(file).sum()) for file in files)
-    own = [part for part in ("valid", "test") if not getattr(job.data, part)]
-    held_out = sum(meta[part]["examples"] for part in own)
+    held_out = sum(meta[p]["examples"] for p in ("valid", "test") if not getattr(job.data, p))
     return {
         "dropped by filters": sum(int((~x).sum()) for x in fits),
         "repeat another": sum(int(x.sum()) for x in fits) - kept,
