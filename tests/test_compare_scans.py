@@ -279,6 +279,13 @@ def test_interaction_equals_the_difference_of_differences(tmp_path):
         "Averaged over position, post is better than pre: its test/loss is 0.1"
     )
     assert not any("post instead of pre lowers" in line for line in others)
+    caption, figure = figures.answer(judged)["differences"]
+    (axes,) = figure.axes
+    ticks = [text.get_text().partition("\n") for text in axes.get_yticklabels()]
+    assert [name for name, *_ in ticks[:3]] == [
+        "norm_placement: post - pre", "position: alibi - rotary", "pre-alibi"
+    ]  # fmt: skip
+    assert f"its test/loss is {ticks[0][2][1:6]}" in answer and "Black: the effect" in caption
     assert any("are better than pre-rotary" in line for line in others)
     page = report.write(judged, tmp_path / "report").read_text()
     assert "Interaction of norm_placement and position" in page

@@ -156,8 +156,8 @@ def test_report_names_the_arms_whose_optimum_is_only_bounded(tmp_path):
     play(study, at)
     sentences = report.judge([tmp_path], "", "", None)[0].sentences
     known = "only known to be between 0.004 and 0.016; 0.008 was used."
-    assert sentences[1] == f"The best learning_rate of rotary, alibi is {known}"
-    assert sentences[0].startswith("With each arm tuned (not every optimum is known): ")
+    assert sentences[1] == f"The best learning_rate of rotary and alibi is {known}"
+    assert sentences[0].startswith("With each arm tuned (some optima are uncertain): ")
 
 
 def test_report_names_the_arms_whose_interval_is_unbounded(tmp_path):
@@ -169,7 +169,7 @@ def test_report_names_the_arms_whose_interval_is_unbounded(tmp_path):
     at = bowl({"rotary": 4e-3})
     play(study, lambda c: of_alibi(c) if c.model.position == "alibi" else at(c))
     verdict, (section,) = report.judge([tmp_path], "", "", None)
-    assert "The best learning_rate of alibi has an unbounded interval; 0.004 was used." in (
+    assert "The best learning_rate of alibi has no finite 95 % interval; 0.004 was used." in (
         verdict.sentences
     )
     assert [row[1] for row in section.tables[0][1:]][1] == "0.004 (not identified)"

@@ -125,11 +125,12 @@ def _of_field(effect: Effect, results: Results) -> str:
     ((field, a, b),), x = effect.changes, effect.versus.mean
     change = f"{averaged(field, results)}{b} instead of {a}"
     counts, metric = kind(results.sweep.metric, results.predicts_tokens).unit, results.sweep.metric
-    if not effect.versus.is_detectable:
+    if not (effect.versus.is_detectable or effect.versus.is_inconclusive):
         size = f"{signed(x.mean, x.half)} [{spell_range(x)}]"
         return f"{change} makes no detectable difference: {size} {_certainty(effect)}."
     verb = "raises" if x.mean > 0 else "lowers"
     size = f"{number(abs(x.mean), x.half)} [{spell_range(x, abs_value=True)}] {counts}".rstrip()
+    size += ", but inconclusively" * effect.versus.is_inconclusive
     return f"{change} {verb} {metric} by {size} {_certainty(effect)}."
 
 
@@ -140,7 +141,8 @@ def _of_pair(pair: Sequence[str], contrasts: Sequence[Effect], results: Results)
     p = lambda effect: math.inf if math.isnan(effect.versus.p) else effect.versus.p
     effect = min(detected or contrasts, key=p)
     (_, a, b), (_, c, d) = effect.changes
-    x, answer = effect.versus.mean, "Yes" if detected else "Not detectably"
+    unclear = "Inconclusive" if effect.versus.is_inconclusive else "Not detectably"
+    x, answer = effect.versus.mean, "Yes" if detected else unclear
     if len(contrasts) > 1:
         answer += f", in {len(detected) or 'any'} of {len(contrasts)} contrasts. The clearest"
     at = [f"{signed(part.mean, part.half)} [{spell_range(part)}]" for part in effect.at]

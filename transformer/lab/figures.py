@@ -19,8 +19,8 @@ from transformer.lab.effects import Values, short
 from transformer.lab.formatting import signed, spell_range
 from transformer.lab.profiles import Profile
 from transformer.lab.results import Arm, Results
-from transformer.lab.statistics import Mean, mean
-from transformer.lab.verdict import Row, Verdict
+from transformer.lab.statistics import Difference, Mean, mean
+from transformer.lab.verdict import FEW, Verdict
 from transformer.output import human_count
 from transformer.units import kind
 
@@ -49,15 +49,19 @@ def caption_of(name: str, results: Results) -> str:
 
 
 def answer(verdict: Verdict) -> Drawings:
-    """Returns the figures that show the verdict: differences from the baseline, and values."""
+    """Returns the figures that show the verdict: effects and differences, and values by arm."""
     results, rows, pictures = verdict.results, verdict.rows, {}
-    compared = {n: x for n, x in rows.items() if x.to_baseline and x.to_baseline.mean.count > 1}
-    if compared:
+    effects = {x.name: x.versus for x in verdict.effects if len(x.changes) == 1}
+    effects = effects if len(effects) <= FEW else {}
+    arms = {name: row.to_baseline for name, row in rows.items() if row.to_baseline}
+    looks = styles(list(rows)) | {name: {"color": INKS[0], "marker": "o"} for name in effects}
+    if compared := {name: x for name, x in (effects | arms).items() if x.mean.count > 1}:
         caption = (
             f"Difference from {results.sweep.baseline}, paired by seed: each seed (dots), and the "
             "mean with its 95 % interval. Filled: a detectable difference."
         )
-        pictures["differences"] = (caption, _differences(compared, verdict))
+        caption += " Black: the effect of a field, averaged over the others." * bool(effects)
+        pictures["differences"] = (caption, _differences(compared, looks, results))
     metric = results.sweep.metric
     if values := {name: x for name, row in rows.items() if (x := row.arm.values(metric))}:
         pictures["by_arm"] = (f"{metric} by arm: {SEEDS}.", _paired({metric: values}, verdict, ""))
@@ -190,27 +194,25 @@ def new_figure(height: float, **properties) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def _differences(compared: Mapping[str, Row], verdict: Verdict) -> Figure:
-    sweep, style = verdict.results.sweep, styles(list(verdict.rows))
+def _differences(compared: Mapping[str, Difference], looks: Style, results: Results) -> Figure:
+    sweep = results.sweep
     figure, axes = new_figure(1.1 + 0.46 * len(compared))
     axes.axvline(0, color="black", linewidth=1)
     labels = []
-    for y, (name, row) in enumerate(compared.items()):
-        x, look = row.to_baseline.mean, {k: style[name][k] for k in ("color", "marker")}
-        for seed, value in row.to_baseline.by_seed.items():
+    for y, (name, versus) in enumerate(compared.items()):
+        x, look = versus.mean, {k: looks[name][k] for k in ("color", "marker")}
+        for seed, value in versus.by_seed.items():
             dot = {"color": look["color"], "alpha": 0.7, "markersize": 3.5}
             axes.plot(value, y + 0.2, "o", gid=f"{name}, seed {seed}: {{x:+.4g}}", **dot)
         labels.append(f"{name}\n{signed(x.mean, x.half)} [{spell_range(x)}]")
-        look["markerfacecolor"] = look["color"] if row.to_baseline.is_detectable else "white"
+        look["markerfacecolor"] = look["color"] if versus.is_detectable else "white"
         drawn = axes.errorbar(x.mean, y, xerr=x.half, markersize=6.5, capsize=4, **look)
         drawn.lines[0].set_gid(labels[-1])
     axes.set_yticks(range(len(labels)), labels)
     axes.set_ylim(len(labels) - 0.5, -0.5)
     axes.grid(axis="y", visible=False)
     left, right = ("worse", "better") if sweep.higher_is_better else ("better", "worse")
-    axes.set_xlabel(
-        f"{caption_of(sweep.metric, verdict.results)}:\ndifference from {sweep.baseline}"
-    )
+    axes.set_xlabel(f"{caption_of(sweep.metric, results)}:\ndifference from {sweep.baseline}")
     at_zero = {"xy": (0, 1), "xycoords": axes.get_xaxis_transform(), "fontsize": 8, "va": "bottom"}
     for text, side in ((f"\u2190 {left}  ", "right"), (f"  {right} \u2192", "left")):
         axes.annotate(text, ha=side, **at_zero)

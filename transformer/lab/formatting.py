@@ -40,8 +40,7 @@ def p_value(p: float) -> str:
 
 def both_p(versus: Difference) -> str:
     """Formats the p value of a comparison and, if it differs, the corrected one."""
-    alone = f"{p_value(versus.alone)}, corrected " * (versus.alone != versus.p)
-    return alone + p_value(versus.p)
+    return f"{p_value(versus.alone)}, corrected " * (versus.alone != versus.p) + p_value(versus.p)
 
 
 def spell_range(value: Mean, abs_value: bool = False) -> str:

@@ -37,12 +37,13 @@ def judge(
         untuned = verdict_of(None) if any(run.folder.exists() for run in study.runs) else None
         tuning = Tuning(study.sweep, search(study)[0], verdict, untuned)
         doubts, added, more = tuning.doubts, tuning.sentences, [tuning.section()]
-        lead = f"With each arm tuned{' (not every optimum is known)' * bool(doubts)}: "
+        lead = f"With each arm tuned{' (some optima are uncertain)' * bool(doubts)}: "
     else:
         verdict, doubts, added = verdict_of(None), [], []
         lead = "Without tuning: " if (study := verdict.results.study) and study.sweep.tune else ""
     answer, *rest = verdict.sentences
-    answer = lead + (answer.replace("Averaged", "averaged", 1) if lead else answer)
+    if lead:
+        answer = lead + answer.replace("Averaged", "averaged", 1).replace("It is", "it is", 1)
     verdict = verdict._replace(sentences=(answer, *doubts, *added, *rest))
     if scaling := report_scaling.section(verdict.results):
         more = [scaling, *more]

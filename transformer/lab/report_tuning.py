@@ -13,7 +13,7 @@ from transformer.lab.formatting import number, signed, spell, spell_range
 from transformer.lab.page import Section
 from transformer.lab.statistics import Difference, difference, slope_interval
 from transformer.lab.tuning import METRIC, Curve, tuning_seeds
-from transformer.lab.verdict import Verdict
+from transformer.lab.verdict import Verdict, listed
 from transformer.sweeps import Sweep
 
 
@@ -47,7 +47,7 @@ class Tuning(NamedTuple):
                     changed.setdefault((before, row.outcome), []).append(arm)
             for (before, after), arms in changed.items():
                 change = f"from {before} (untuned) to {after} (tuned)"
-                lines.append(f"Tuning changes {', '.join(arms)} {change}, compared with {base}.")
+                lines.append(f"Tuning changes {listed(arms)} {change}, compared with {base}.")
             same = f"Tuning does not change which arms differ detectably from {base}."
             lines += [] if changed else [same]
         return lines
@@ -65,9 +65,9 @@ class Tuning(NamedTuple):
                 between = f"between {tried[at - 1]:g} and {tried[at + 1]:g}"
                 doubt = f"is only known to be {between}; {curve.best:g} was used"
             elif math.isinf(curve.interval()[0]):
-                doubt = f"has an unbounded interval; {curve.optimum:g} was used"
+                doubt = f"has no finite 95 % interval; {curve.optimum:g} was used"
             doubts.setdefault((curve.number.name, doubt), []).append(curve.arm)
-        of = lambda name, doubt: f"The best {name} of {', '.join(doubts[name, doubt])} {doubt}."
+        of = lambda name, doubt: f"The best {name} of {listed(doubts[name, doubt])} {doubt}."
         return [of(name, doubt) for name, doubt in doubts if doubt]
 
     def section(self) -> Section:

@@ -46,6 +46,11 @@ class Difference(NamedTuple):
         """Whether there is a detectable difference, by both the interval and p."""
         return self.p < 1 - LEVEL and not self.mean.low <= 0 <= self.mean.high
 
+    @property
+    def is_inconclusive(self) -> bool:
+        """Whether the interval excludes zero, but the corrected p is too large."""
+        return self.p >= 1 - LEVEL and not self.mean.low <= 0 <= self.mean.high
+
 
 def mean(values: Sequence[float], bounds: tuple[float, float] = (-math.inf, math.inf)) -> Mean:
     """Returns the mean and its 95 % interval, mean ± t s / sqrt(n), clipped at the bounds."""

@@ -26,7 +26,7 @@ class Row(NamedTuple):
     arm: Arm
     value: Mean  # of the metric, over finished seeds
     to_baseline: Difference | None  # arm - baseline; None for the baseline
-    outcome: str  # baseline, better, worse, not detectable or untested
+    outcome: str  # baseline, better, worse, inconclusively ..., not detectable, untested
     reaches: list[float]  # by seed: share of the baseline's steps until its final value, or NaN
 
 
@@ -75,9 +75,11 @@ def derive_verdict(results: Results) -> Verdict:
 def _outcome(versus: Difference | None, sign: float) -> str:
     if versus is None:
         return "baseline"
-    if not versus.is_detectable:
-        return "untested" if math.isnan(versus.p) else "not detectable"
-    return "better" if sign * versus.mean.mean < 0 else "worse"
+    if math.isnan(versus.p):
+        return "untested"
+    side = "better" if sign * versus.mean.mean < 0 else "worse"
+    unclear = f"inconclusively {side}" if versus.is_inconclusive else "not detectable"
+    return side if versus.is_detectable else unclear
 
 
 def validated(results: Results) -> str:
@@ -121,7 +123,7 @@ def _verdict(results: Results, rows: Mapping[str, Row], scanned: Sequence[Scan])
             settings = collections.Counter(f"{x.best:g}" for x in scanned)
             best = [f"{x} in {count(n, 'setting')}" for x, n in settings.most_common()]
         fields = " and ".join(dict.fromkeys(effects.short(x.field) for x in scanned))
-        return f"The best {fields} by {metric} is {_listed(best)}."
+        return f"The best {fields} by {metric} is {listed(best)}."
     compared = {name: rows[name].to_baseline for name in finished if name != base}
     if all(math.isnan(versus.p) for versus in compared.values()):
         why = "the variation between seeds is unknown, because no two arms share two seeds"
@@ -132,8 +134,9 @@ def _verdict(results: Results, rows: Mapping[str, Row], scanned: Sequence[Scan])
     if not any(x for versus in compared.values() for x in versus.by_seed.values()):
         return f"By {metric}, all arms are equal in every seed: {spell(rows[base].value)}."
     gone = [name for name, row in rows.items() if row.arm.diverged and not row.value.count]
-    more = [f"{_listed(gone)} diverged in every seed"] if gone else []
-    return _sentence([*_clauses(results, base, compared), *more], compared)
+    more = [f"{listed(gone)} diverged in every seed"] if gone else []
+    sentence = _sentence([*_clauses(results, base, compared), *more], compared)
+    return sentence.replace("it is", "It is", 1) if sentence.startswith("it is") else sentence
 
 
 def _of_first_field(contrasts: Sequence[Effect], results: Results) -> str:
@@ -162,35 +165,35 @@ def _clauses(results: Results, base: str, compared: Mapping[str, Difference]) ->
     counts = kind(metric, results.predicts_tokens).unit
     names = lambda outcome: [name for name, x in compared.items() if _outcome(x, sign) == outcome]
     clauses = []
-    for outcome in ("better", "worse"):
+    for outcome in ("better", "worse", "inconclusively better", "inconclusively worse"):
         size = lambda name: -abs(compared[name].mean.mean)
         if not (ranked := sorted(names(outcome), key=size)):
             continue
+        doubt, side = outcome.split()[:-1], outcome.split()[-1]
         means = [compared[name].mean for name in ranked]
         sizes = [f"{number(abs(x.mean), x.half)} [{spell_range(x, abs_value=True)}]" for x in means]
-        arms, its = _listed(ranked), "its" if len(ranked) == 1 else "their"
+        arms, its = listed(ranked), "its" if len(ranked) == 1 else "their"
         if len(ranked) > NAMED:
             arms, its, sizes = f"{len(ranked)} arms", f"for {ranked[0]}, the", sizes[:1]
-        differ = f"{'is' if len(ranked) == 1 else 'are'} {outcome}"
-        differ += f" than {base}" * (not clauses)
+        differ = f"{'is' if len(ranked) == 1 else 'are'} {side}" + f" than {base}" * (not clauses)
+        arms = f"it is inconclusive whether {arms}" if doubt else arms
         direction = "lower" if means[0].mean < 0 else "higher"
-        clauses.append(f"{arms} {differ}: {its} {metric} is {_listed(sizes)} {counts} {direction}")
+        by_seed = [x * means[0].mean > 0 for x in compared[ranked[0]].by_seed.values()]
+        seeds = f" in {sum(by_seed)} of {len(by_seed)} seeds" * (len(doubt) == len(ranked) == 1)
+        value = f"{its} {metric} is {listed(sizes)} {counts} {direction}{seeds}"
+        clauses.append(f"{arms} {differ}: {value}")
     if undetected := names("not detectable"):
         do = "does" if len(undetected) == 1 else "do"
-        clause = f"{_listed(undetected)} {do} not differ detectably from {base}"
+        clause = f"{listed(undetected)} {do} not differ detectably from {base}"
         means = [compared[name].mean for name in undetected]
         low, high = min(x.low for x in means), max(x.high for x in means)
         sizes = f"between {signed(low, high - low)} and {signed(high, high - low)}"
         if len(means) <= FEW:
-            sizes = _listed([f"{signed(x.mean, x.half)} [{spell_range(x)}]" for x in means])
-        verb, seeds = f"difference{' is' if len(means) == 1 else 's are'}", ""
-        if len(means) == 1 and not means[0].low <= 0 <= means[0].high:
-            signs = [x * means[0].mean > 0 for x in compared[undetected[0]].by_seed.values()]
-            side = "worse" if sign * means[0].mean > 0 else "better"
-            seeds = f", {side} in {sum(signs)} of {len(signs)} seeds"
-        clauses.append(f"{clause}: the {verb} {sizes} {counts}".rstrip() + seeds)
+            sizes = listed([f"{signed(x.mean, x.half)} [{spell_range(x)}]" for x in means])
+        verb = f"difference{' is' if len(means) == 1 else 's are'}"
+        clauses.append(f"{clause}: the {verb} {sizes} {counts}".rstrip())
     if unknown := names("untested"):
-        clauses.append(f"about {_listed(unknown)}, no conclusion is possible")
+        clauses.append(f"about {listed(unknown)}, no conclusion is possible")
     return clauses
 
 
@@ -216,7 +219,7 @@ def _of_arms(results: Results, rows: Mapping[str, Row], without: Collection[str]
         else:
             continue
         reasons.setdefault(reason, []).append(name)
-    lines += [f"{_listed(names)}: {reason}." for reason, names in reasons.items()]
+    lines += [f"{listed(names)}: {reason}." for reason, names in reasons.items()]
     if max(row.value.count for row in rows.values()) == 2:
         lines.append("Two seeds give wide intervals; use three or more to detect differences.")
     return lines
@@ -240,7 +243,7 @@ def from_to(ends: tuple[float, float]) -> str:
     return f"{ends[0]:g} to {ends[1]:g}" if ends[0] < ends[1] else f"{ends[0]:g} alone"
 
 
-def _listed(names: list[str]) -> str:
+def listed(names: list[str]) -> str:
     if len(names) > NAMED:
         return f"{len(names)} other arms"
     return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
