@@ -13,13 +13,6 @@ os.environ["XLA_FLAGS"] = f"{known_flags()} {os.environ.get('XLA_FLAGS', '')}"
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["HF_HUB_OFFLINE"] = "1"  # tests create their models; none is downloaded
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # PyTorch's threads would wait for each other
-# Tests and the commands that they start share compiled programs, however short their compilation.
-os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ.get(
-    "TRANSFORMER_TEST_CACHE", "/tmp/transformer-test-cache"
-)
-os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-# Compilation takes a tenth longer if each operation has the whole stack of its calls.
-os.environ["JAX_INCLUDE_FULL_TRACEBACKS_IN_LOCATIONS"] = "0"
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +29,11 @@ from transformer.model.attention_backends import BACKENDS
 from transformer.model.network import abstract_params
 from transformer.model.positions import SCHEMES
 
+jax.config.update(
+    "jax_compilation_cache_dir",
+    os.environ.get("TRANSFORMER_TEST_CACHE", "/tmp/transformer-test-cache"),
+)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_numpy_rank_promotion", "allow")
 
 
