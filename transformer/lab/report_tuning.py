@@ -46,8 +46,8 @@ class Tuning(NamedTuple):
                 if (before := self.untuned.rows[arm].outcome) != row.outcome:
                     changed.setdefault((before, row.outcome), []).append(arm)
             for (before, after), arms in changed.items():
-                change = f"from {before} (untuned) to {after} (tuned)"
-                lines.append(f"Tuning changes {listed(arms)} {change}, compared with {base}.")
+                change = f"{listed(arms, len(arms))} from {before} (untuned) to {after} (tuned)"
+                lines.append(f"Tuning changes {change}, compared with {base}.")
             same = f"Tuning does not change which arms differ detectably from {base}."
             lines += [] if changed else [same]
         return lines
@@ -67,8 +67,8 @@ class Tuning(NamedTuple):
             elif math.isinf(curve.interval()[0]):
                 doubt = f"has no finite 95 % interval; {curve.optimum:g} was used"
             doubts.setdefault((curve.number.name, doubt), []).append(curve.arm)
-        of = lambda name, doubt: f"The best {name} of {listed(doubts[name, doubt])} {doubt}."
-        return [of(name, doubt) for name, doubt in doubts if doubt]
+        of = lambda name, doubt, arms: f"The best {name} of {listed(arms, len(arms))} {doubt}."
+        return [of(*key, arms) for key, arms in doubts.items() if key[1]]
 
     def section(self) -> Section:
         pictures, sweep = {}, self.sweep
@@ -176,7 +176,7 @@ def _draw(curves: Sequence[Curve], style: Style) -> Figure:
         large = {"markersize": 8, "markeredgecolor": "black", "label": curve.arm}
         axes.plot(x(curve.optimum), height, **mark, **large)
     shown = [curve.mean(v) for curve in curves for v in curve.near]
-    axes.set_ylim(top=min(axes.get_ylim()[1], max(shown) + np.ptp(shown)))
+    axes.set_ylim(top=min(axes.get_ylim()[1], max(shown) + np.ptp(shown) + 0.05))
     ends = {v for curve in curves for v in (curve.tried[0], curve.tried[-1])}
     ticks = sorted({*number.grid, *ends})
     axes.set_xticks([number.x(v) for v in ticks], [f"{v:g}" for v in ticks])

@@ -243,7 +243,7 @@ def from_to(ends: tuple[float, float]) -> str:
     return f"{ends[0]:g} to {ends[1]:g}" if ends[0] < ends[1] else f"{ends[0]:g} alone"
 
 
-def listed(names: list[str]) -> str:
-    if len(names) > NAMED:
+def listed(names: list[str], most: int = NAMED) -> str:
+    if len(names) > most:
         return f"{len(names)} other arms"
     return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
