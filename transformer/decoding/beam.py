@@ -89,7 +89,8 @@ class BeamSearch(NamedTuple):
 
     def step(self, read: Callable, beams: Beams) -> Beams:
         logits, cache = read(beams.token_BxK.reshape(-1), beams.cache)
-        return self._extend(beams, logits.reshape(*beams.token_BxK.shape, -1), cache)
+        logits_BxKxV = logits.reshape(*beams.token_BxK.shape, -1)
+        return self._extend(beams, logits_BxKxV, cache)
 
     def texts(self, beams: Beams) -> jax.Array:
         return self.best(beams)[0][:, 0]

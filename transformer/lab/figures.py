@@ -108,10 +108,7 @@ def curves(verdict: Verdict) -> Drawings:
     """Returns the figures of the validation loss against steps, tokens, FLOPs and time. Tokens and
     FLOPs have none if they are the same multiple of the steps in all arms."""
     labels = {"steps": "training steps", "tokens": "input tokens in training"}
-    labels |= {
-        "flops": "training FLOPs",
-        "time": "seconds (runs trained together share them)",
-    }
+    labels |= {"flops": "training FLOPs", "time": "seconds (runs trained together share them)"}
     results, pictures, same = verdict.results, {}, []
     lines = [line for name in _lines(verdict) if (line := _curve(results.arms[name]))]
     for name, x_label in labels.items():

@@ -87,7 +87,8 @@ def parameter_rules(family: type[nn.Module], config: ModelConfig) -> Rules:
         on_stream = re.search("_residual/(out_)?norm/", path)  # a norm of the stream itself
         part = "stream" if on_stream else "branch" if in_layer else "once"
         m_L = config.m_L(side) if side in config.sides else 1.0
-        return (place := Place(kind, part, m_N, m_D, m_L, ratio)), chosen.multipliers(place)
+        place = Place(kind, part, m_N, m_D, m_L, ratio)
+        return place, chosen.multipliers(place)
 
     return {path: rule(path) for path in params}
 
