@@ -62,7 +62,7 @@ DEBERTA_V3 = {
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
     """Several tiles per sequence, so that all states of tiles occur."""
-    monkeypatch.setattr(call, "COST", {128: 1.0})
+    monkeypatch.setattr(call, "COST", {"": {128: 1.0}})
 
 
 def random_qkv(keys=T, kv_heads=2, d_value=24, batch=2, queries=T, dtype=jnp.float32, size=16):

@@ -32,7 +32,7 @@ from transformer.parallel.mesh import make_mesh, use
 @pytest.fixture
 def on_gpu(monkeypatch):
     monkeypatch.setattr(call, "on_gpu", lambda: True)
-    monkeypatch.setattr(call, "COST", {128: 1.0})
+    monkeypatch.setattr(call, "COST", {"": {128: 1.0}})
 
 
 @pytest.mark.usefixtures("on_gpu")

@@ -34,7 +34,7 @@ def test_tables_of_distances_match_reference(mask, position):
 @pytest.mark.parametrize("position", BY_CONTENT)
 def test_tables_of_distances_in_large_tiles(position, monkeypatch):
     """Tiles of 2 x 2 blocks of 128, and a length that is no multiple of a tile."""
-    monkeypatch.setattr(call, "COST", {256: 1.0})
+    monkeypatch.setattr(call, "COST", {"": {256: 1.0}})
     q, k, v = (x[:, :300] for x in random_qkv(kv_heads=1))
     tokens = jax.tree.map(lambda x: x[:, :300], ORDERED)
     scheme = bound_scheme(position, "decoder", tokens, 24, d_head=16)

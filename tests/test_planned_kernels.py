@@ -14,7 +14,7 @@ import pytest
 
 from transformer.planning import page
 from transformer.planning.bundles import UNITS, Block, KernelCycles, KernelSchedule, head_cycles
-from transformer.planning.cycles import tile_counts
+from transformer.planning.model_flops import tile_counts
 
 ROOT = Path(__file__).parent.parent
 LIBTPU = "0.0.42.1"
@@ -36,16 +36,18 @@ def sweep():
 
 @pytest.mark.parametrize("causal", [0, 1])
 @pytest.mark.parametrize("window", [0, 100, 700])
+@pytest.mark.parametrize("tile", [(512, 512), (256, 512)])
 @pytest.mark.parametrize(("T", "S"), [(2048, 2048), (1024, 2048), (512, 512)])
-def test_tiles_are_counted_as_the_mask_allows(causal, window, T, S):
+def test_tiles_are_counted_as_the_mask_allows(causal, window, T, S, tile):
     distance = np.arange(T)[:, None] + S - T - np.arange(S)
     allowed = (distance >= 0) | (not causal)
     if window:
         allowed &= abs(distance) < window
-    tiles = allowed.reshape(T // 512, 512, S // 512, 512).swapaxes(1, 2)
+    (t, s), numbers = tile, ".".join(map(str, (T, S, causal, window, *tile)))
+    tiles = allowed.reshape(T // t, t, S // s, s).swapaxes(1, 2)
     full, some = tiles.all((2, 3)), tiles.any((2, 3))
     expected = np.sum(some & ~full), np.sum(full)
-    assert tile_counts(f"/x/pairs.{T}.{S}.{causal}.{window}/flash_forward", T, S) == expected
+    assert tile_counts(f"/x/pairs.{numbers}/flash_forward") == expected
 
 
 def test_kernels_with_other_loops_are_not_analyzed():

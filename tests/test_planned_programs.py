@@ -12,7 +12,7 @@ from transformer.mapping import from_mapping
 from transformer.planning import chips
 from transformer.planning.chips import topology
 from transformer.planning.hlo import HloProgram, kept
-from transformer.planning.model_flops import allowed_share
+from transformer.planning.model_flops import allowed_share, tile_counts
 from transformer.planning.programs import Programs
 from transformer.planning.roofline import roofline, sent
 from transformer.planning.work import Collective, collectives, flops, hbm_bytes, kernel
@@ -76,17 +76,12 @@ def test_accumulation_reduces_saved_activations():
 
 
 @pytest.mark.parametrize(
-    ("window", "block", "expected"),
-    [
-        (0, 1, 65 / 128),
-        (1, 1, 1 / 64),
-        (16, 1, (16 * 64 - 120) / 64**2),
-        (0, 16, 10 / 16),
-        (17, 16, 7 / 16),
-    ],
+    ("window", "expected", "tiles"),
+    [(0, 65 / 128, 10), (1, 1 / 64, 4), (16, (16 * 64 - 120) / 64**2, 7)],
 )
-def test_allowed_share_of_a_causal_mask(window, block, expected):
-    assert allowed_share(f"/decoder/pairs.64.64.1.{window}/", block) == pytest.approx(expected)
+def test_allowed_share_of_a_causal_mask(window, expected, tiles):
+    assert allowed_share(f"/decoder/pairs.64.64.1.{window}/") == pytest.approx(expected)
+    assert sum(tile_counts(f"/decoder/pairs.64.64.1.{window}.16.16/")) == tiles
 
 
 def test_allowed_share_of_other_masks():
@@ -280,16 +275,17 @@ def kernel_work(name, out, operands, scope, **model):
 
 def test_attention_kernel_flops_count_only_unmasked_blocks():
     shapes = "2,4,1024,64", ("2,4,1024,64", "2,2,1024,64", "2,2,1024,64")
-    count = lambda kind, causal=1: (
+    count = lambda kind, causal=1, tile=512: (
         kernel_work(
             f"flash_{kind}.1",
             *shapes,
-            f"attention/pairs.1024.1024.{causal}.0/shard_map",
+            f"attention/pairs.1024.1024.{causal}.0.{tile}.{tile}/shard_map",
         ).flops
     )
     whole = 2 * 2 * 4 * 1024 * 1024 * 64
     assert [count(kind) / whole for kind in ("forward", "backward")] == [2 * 0.75, 5 * 0.75]
     assert count("forward", causal=0) == 2 * whole
+    assert count("forward", tile=256) == 2 * 0.625 * whole
 
 
 def test_grouped_kernel_computes_its_share_of_the_rows():

@@ -48,18 +48,13 @@ def load_tree(file: str) -> dict:
         return tree
 
 
-def load_sweep(file: str) -> Sweep:
-    """Loads the sweep of an experiment file. Raises UserError if the file defines none."""
-    experiment_file = _open(file)
+def load_arms(file: str, overrides: Mapping = NOTHING) -> tuple[Sweep, dict[str, Experiment]]:
+    """Loads a file's sweep and the experiments of its arms, baseline first, with `overrides`."""
+    experiment_file, experiments = _open(file), {}
     if experiment_file.arm:
         raise UserError(f"--config: {file!r} names one arm; leave out :{experiment_file.arm}")
     with _errors_in(experiment_file.path):
-        return experiment_file.sweep()
-
-
-def load_arms(file: str, overrides: Mapping = NOTHING) -> tuple[Sweep, dict[str, Experiment]]:
-    """Loads a file's sweep and the experiments of its arms, baseline first, with `overrides`."""
-    sweep, experiments = load_sweep(file), {}
+        sweep = experiment_file.sweep()
     for key in overrides:
         if varied := [x for x in sweep.fields if key == x or key.startswith(x + ".")]:
             raise UserError(f"--config.{key}: the sweep varies {varied[0]}; change it in sweep()")

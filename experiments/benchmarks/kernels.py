@@ -22,13 +22,22 @@ from pathlib import Path
 
 from transformer.planning.bundles import UNITS, KernelSchedule, dump_flags, head_cycles, read
 
-T, H, TILE = 8192, 128, 512
-"""Tokens, head size, and queries and keys per tile."""
+T, H = 8192, 128
+"""Tokens, and head size."""
+
+TILES = {"v5e": 512, "v5p": 512, "v6e": 1024}
+"""Queries and keys per tile, as in transformer/model/attention_backends/flash/call.py. Schemes in
+NEAR have 512 on every chip."""
 
 SCHEMES = ("none", "fixed", "learned", "shaw", "transformer_xl", "deberta")
 
 NEAR = ("shaw", "deberta")
 """Schemes whose tables are constant from a distance on: tiles beyond it need no tables."""
+
+
+def usual_tile(chip: str, scheme: str) -> int:
+    """Returns the queries and keys per tile that the kernels have on a chip."""
+    return 512 if scheme in NEAR else TILES[chip]
 
 
 def device_of(chip: str):
@@ -39,7 +48,7 @@ def device_of(chip: str):
     return programs.start(chips.topology(f"{chip}:{shape}", 1))[0]
 
 
-def compile_kernels(chip: str, scheme: str) -> None:
+def compile_kernels(chip: str, scheme: str, tile: int, d_head: int) -> None:
     """Compiles the forward and the backward kernel. libtpu writes their schedules."""
     import jax
     import jax.numpy as jnp
@@ -55,21 +64,22 @@ def compile_kernels(chip: str, scheme: str) -> None:
     device = device_of(chip)
     sharding = jax.sharding.SingleDeviceSharding(device)
     array = lambda *shape, dtype="bfloat16": jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-    reach = 2 * TILE - LANES
+    reach = 2 * tile - LANES
     vector = array(2, T + reach - 1, dtype=jnp.float32)
-    table = array(2, T + reach, H, dtype=jnp.float32)
+    table = array(2, T + reach, d_head, dtype=jnp.float32)
     terms = {
         "none": Terms(1.0),
         "shaw": Terms(1.0, keys_NxDxH=table, values_NxDxV=table, ends=(-16, 16)),
         "transformer_xl": Terms(1.0, vector, keys_NxDxH=table),
         "deberta": Terms(1.0, vector, keys_NxDxH=table, queries_NxDxH=table, ends=(-128, 127)),
     }.get(scheme, Terms(1.0, vector))
-    settings = Settings(TILE, TILE, reach, heads=2, vmem=60 * 2**20)
+    vmem = 60 * max(1, d_head // 128) * 2**20
+    settings = Settings(tile, tile, reach, heads=2, vmem=vmem)
     tokens, kinds = array(1, T, dtype=jnp.int32), None
     if terms.ends:
         settings = settings._replace(kinds=(EACH, NONE))
-        kinds = array(1, T // TILE, T // TILE, dtype=jnp.int32)
-    x, of_query = array(1, 2, T, H), array(1, 2, T, dtype=jnp.float32)
+        kinds = array(1, T // tile, T // tile, dtype=jnp.int32)
+    x, of_query = array(1, 2, T, d_head), array(1, 2, T, dtype=jnp.float32)
     limits = Limits(tokens, None, tokens, tokens, tokens, kinds)
     args = (x, x, x, limits, terms, array(6, dtype="int32"))
     with use(make_mesh(MeshConfig(data=1), [device])):
@@ -78,29 +88,30 @@ def compile_kernels(chip: str, scheme: str) -> None:
         jax.jit(run).lower(*args, of_query, of_query, x).compile()
 
 
-def cycles(schedule: KernelSchedule, scheme: str) -> dict[str, float]:
+def cycles(schedule: KernelSchedule, scheme: str, tile: int) -> dict[str, float]:
     """Returns the cycles of a whole head, those of a tile, and those that each unit needs for it.
 
     The kernels of the schemes in NEAR have a third kind of tile: one with tables, which occurs on
     the diagonal and next to it. For these, the cycles of that tile are returned.
     """
-    blocks, chunks = T // TILE, (T + 2 * TILE - 128 - 128) // 128
+    blocks, chunks = T // tile, (T + 2 * tile - 128 - 128) // 128
     tiles = blocks * (blocks + 1) // 2
     near = 2 * blocks - 1
     counts = (near, 0, tiles - near) if scheme in NEAR else (blocks, tiles - blocks)
     kinds, of_sequence, of_head = head_cycles(schedule, blocks, chunks, *counts)
-    tile = kinds[0 if scheme in NEAR else -1]
-    units = {unit: schedule.busy(tile, unit) for unit in UNITS}
-    return {"head": of_sequence + of_head, "tile": tile.own, **units}
+    shown = kinds[0 if scheme in NEAR else -1]
+    units = {unit: schedule.busy(shown, unit) for unit in UNITS}
+    return {"head": of_sequence + of_head, "tile": shown.own, **units}
 
 
-def measure(chip: str, scheme: str) -> dict[str, dict[str, float]]:
-    """Returns the cycles of both kernels."""
-    compiled = schedules(compile_kernels, (chip, scheme), ("flash_forward", "flash_backward"))
-    if compiled is None:
+def measure(chip: str, scheme: str, tile: int = 0, d_head: int = H) -> dict[str, dict[str, float]]:
+    """Returns the cycles of both kernels; without `tile`, with the usual one."""
+    tile = tile or usual_tile(chip, scheme)
+    args, kernels = (chip, scheme, tile, d_head), ("flash_forward", "flash_backward")
+    if (compiled := schedules(compile_kernels, args, kernels)) is None:
         raise SystemExit(f"the compiler failed for {chip} with {scheme!r}")
     pairs = zip(("forward", "backward"), compiled, strict=True)
-    return {name: cycles(schedule, scheme) for name, schedule in pairs}
+    return {name: cycles(schedule, scheme, tile) for name, schedule in pairs}
 
 
 def schedules(compiled: Callable, args: tuple, kernels: tuple[str, ...]):
@@ -130,7 +141,7 @@ def main() -> None:
     parser.add_argument("--schemes", default=",".join(SCHEMES))
     parser.add_argument("--units", action="store_true")
     args = parser.parse_args()
-    columns = ("chip", "kernel", "scheme", "cycles of a tile", "of them products")
+    columns = ("chip", "tile", "kernel", "scheme", "cycles of a tile", "of them products")
     columns = (*columns, "cycles of a head", "ratio", *(UNITS if args.units else ()))
     line = lambda *cells: print("| " + " | ".join(cells) + " |", flush=True)
     line(*columns)
@@ -148,7 +159,8 @@ def main() -> None:
                 ratio = f"{row['head'] / plain['head']:.3f}"
                 units = [f"{row[unit]:,.0f}" if unit in row else "" for unit in UNITS]
                 units = units if args.units else []
-                line(chip, kernel, scheme, *of_tile, f"{row['head']:,}", ratio, *units)
+                size = " x ".join([str(usual_tile(chip, scheme))] * 2)
+                line(chip, size, kernel, scheme, *of_tile, f"{row['head']:,}", ratio, *units)
 
 
 if __name__ == "__main__":

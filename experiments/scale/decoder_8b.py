@@ -56,17 +56,17 @@ Compare   MaxText measured 45.5 % MFU (7,207 tokens/s per chip) at this size and
       padding                  1.5 KiB
       activations              4.7 GiB
       temporaries             11.7 GiB
-      results, code           35.9 MiB
+      results, code           37.3 MiB
       peak of 32.0 GiB  17.8 GiB (56%)
 
     minimum time                       train
-      compute at 918.0 TFLOP/s        1.17 s
+      compute at 918.0 TFLOP/s        1.18 s
       HBM at 1.6 TB/s                 1.01 s
       network                       351.3 ms
-      step                            1.17 s
+      step                            1.18 s
       bound by                       compute
-      MFU at most 78.4%; 14.0k tokens/s per chip, 77.4B tokens per day in total
-      run: at least 32:31 h, 2,082 chip-hours, without evaluation and checkpoints
+      MFU at most 77.7%; 13.9k tokens/s per chip, 76.6B tokens per day in total
+      run: at least 32:49 h, 2,101 chip-hours, without evaluation and checkpoints
 
     sent per device in one training step         count  within the slice
       all-reduce                                   164          31.4 GiB

@@ -108,7 +108,8 @@ class Turns:
     def __init__(self, phases: Sequence[tuple[int, Sequence[Fraction]]]):
         """`phases` are pairs (first sequence, weights). The first phase begins at 0."""
         self._starts = [start for start, _ in phases]
-        self._weights = [_integers(weights) for _, weights in phases]
+        scale = lambda weights: math.lcm(*(weight.denominator for weight in weights))
+        self._weights = [[int(x * scale(weights)) for x in weights] for _, weights in phases]
         self._before = [[0] * len(self._weights[0])]  # sequences of each source before each phase
         for start in self._starts[1:]:
             self._before.append(self.counts(start, len(self._before) - 1))
@@ -124,12 +125,6 @@ class Turns:
         before, after = self.counts(n), self.counts(n + 1)
         source = next(i for i, (a, b) in enumerate(zip(before, after, strict=True)) if b > a)
         return source, before[source]
-
-
-def _integers(weights: Sequence[Fraction]) -> list[int]:
-    """Integers in the same ratios."""
-    scale = math.lcm(*(weight.denominator for weight in weights))
-    return [int(weight * scale) for weight in weights]
 
 
 def _shares(weights: Sequence[int], n: int) -> list[int]:

@@ -53,18 +53,16 @@ def _svg(drawn: Figure) -> dict[str, Any]:
     return {"data": data, "ratio": width / height, "texts": texts}
 
 
-def _columns_with_text(table: Table) -> list[int]:
-    """Returns the columns with a text of more than 36 characters."""
-    return [n for n in range(len(table[0])) if any(len(row[n]) > 36 for row in table[1:])]
-
-
 _TEMPLATES = jinja2.Environment(
     loader=jinja2.FileSystemLoader(FOLDER), autoescape=jinja2.select_autoescape(["html"]),
     trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined,
 )  # fmt: skip
 _TEMPLATES.globals |= {
     "file": lambda name: Markup((FOLDER / name).read_text()),
-    "svg": _svg, "columns_with_text": _columns_with_text, "next": next,
+    "svg": _svg, "next": next,
+    "columns_with_text": lambda table: [
+        n for n in range(len(table[0])) if any(len(row[n]) > 36 for row in table[1:])
+    ],
 }  # fmt: skip
 _TEMPLATES.filters |= {
     "unbroken": lambda text: text.replace("95 %", "95\u00a0%").replace("p = ", "p\u00a0=\u00a0"),

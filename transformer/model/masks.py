@@ -88,12 +88,14 @@ def window(size: int) -> Mask:
     return Mask(near, f"window({size})", window=size, plain=True)
 
 
-def pairs(mask: Mask, q: Tokens, num_queries: int, num_keys: int):
+def pairs(mask: Mask, q: Tokens, num_queries: int, num_keys: int, *tile: int):
     """Returns a name scope for products over all queries and keys: q k^T, and weights v. Only the
     share of them that the mask allows counts as FLOPs (planning/model_flops.py). The name has the
-    numbers of queries and keys, whether the mask is causal, and its window: "pairs.64.64.1.0"."""
-    causal = mask.causal and q.until_BxT is None
-    return jax.named_scope(f"pairs.{num_queries}.{num_keys}.{causal:d}.{mask.window}")
+    numbers of queries and keys, whether the mask is causal, and its window: "pairs.64.64.1.0". In a
+    fused kernel, the queries and keys per tile follow."""
+    causal = int(mask.causal and q.until_BxT is None)
+    numbers = (num_queries, num_keys, causal, mask.window, *tile)
+    return jax.named_scope(".".join(["pairs", *map(str, numbers)]))
 
 
 def zigzag(x_BxT: jax.Array, count: int) -> jax.Array:

@@ -17,28 +17,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import jax
-import numpy as np
 
 from transformer.config import Experiment
 from transformer.config_io import load_arms, load_experiment
 from transformer.errors import UserError
-from transformer.model.attention_backends.flash.call import tile_size
 from transformer.planning import programs
 from transformer.planning.bundles import KernelCycles, dump_flags, head_cycles, read
 from transformer.planning.chips import topology
-from transformer.planning.model_flops import equations, mask_of
-
-
-def tile_counts(scope: str, T: int, S: int) -> tuple[int, int]:
-    """Returns how many tiles the mask allows in part, and how many completely."""
-    _, _, causal, window = mask_of(scope)
-    t, s = tile_size(T), tile_size(S)
-    first_Tx1 = np.arange(0, T, t)[:, None] + S - T  # the first query of a tile
-    least, most = (first_Tx1 - np.arange(0, S, s) + end for end in (1 - s, t - 1))  # distances
-    low = 0 if causal else 1 - window if window else -T - S
-    high = window - 1 if window else T + S
-    some, full = (most >= low) & (least <= high), (least >= low) & (most <= high)
-    return int(np.sum(some & ~full)), int(np.sum(full))
+from transformer.planning.model_flops import equations, mask_of, tile_counts
 
 
 def _analyze(equation, scope: str, device, folder: Path) -> KernelCycles:
@@ -47,12 +33,12 @@ def _analyze(equation, scope: str, device, folder: Path) -> KernelCycles:
     args = [jax.ShapeDtypeStruct(*shape, sharding=placed) for shape in shapes]
     run = jax.named_scope(name)(lambda *args: equation.primitive.bind(*args, **equation.params))
     operands = tuple((dtype.itemsize, shape) for shape, dtype in shapes if dtype.kind != "i")
-    (_, (B, N, T, _)), (_, (*_, S, _)) = operands[:2]
+    B, N = operands[0][1][:2]
     vmem = equation.params["compiler_params"].vmem_limit_bytes or 0
     kernel = KernelCycles(name, operands, len(equation.outvars), B * N, vmem)
     vectors = [shape for _, shape in operands if shape[:2] == (N, 8) and len(shape) == 3]
     chunks = vectors[0][-1] // 128 - 1 if vectors else 0
-    masked, full = tile_counts(scope, T, S)
+    masked, full = tile_counts(scope)
     for path in folder.iterdir():
         path.unlink()
     jax.jit(run).lower(*args).compile()

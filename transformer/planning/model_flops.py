@@ -34,25 +34,34 @@ def model_flops(config: Experiment, batch: dict, params) -> float:
     return 3 * sum(flops * allowed_share(scope) for flops, scope in products(traced.jaxpr))
 
 
-def allowed_share(scope: str, block: int = 1) -> float:
+def allowed_share(scope: str) -> float:
     """Returns the share of pairs of queries and keys that the mask of a product can allow. `scope`
-    is the product's path of name scopes. Outside `masks.pairs`, the share is 1. With `block` > 1,
-    counts pairs of blocks of tokens between which the mask can allow anything."""
+    is the product's path of name scopes. Outside `masks.pairs`, the share is 1."""
     queries, keys, causal, window = mask_of(scope)
     if not causal and not window:
         return 1.0
-    queries, keys = queries // block, keys // block
-    window = -(-(window - 1) // block) + 1 if window else max(queries, keys)
+    window = window or max(queries, keys)
     positions = np.arange(queries) + keys - queries  # those of the queries are the last ones
     first = np.maximum(positions - window + 1, 0)
     last = positions if causal else np.minimum(positions + window - 1, keys - 1)
     return float(np.sum(last - first + 1)) / (queries * keys)
 
 
+def tile_counts(scope: str) -> tuple[int, int]:
+    """Returns how many tiles of a kernel the mask allows in part, and how many completely."""
+    T, S, causal, window, t, s = mask_of(scope)
+    first_Tx1 = np.arange(0, T, t)[:, None] + S - T  # the first query of a tile
+    least, most = (first_Tx1 - np.arange(0, S, s) + end for end in (1 - s, t - 1))  # distances
+    low = 0 if causal else 1 - window if window else -T - S
+    high = window - 1 if window else T + S
+    some, full = (most >= low) & (least <= high), (least >= low) & (most <= high)
+    return int(np.sum(some & ~full)), int(np.sum(full))
+
+
 def mask_of(scope: str) -> tuple[int, ...]:
-    """Returns the queries, the keys, whether the mask is causal, and its window (0: none)."""
-    match = re.search(r"/pairs\.(\d+)\.(\d+)\.([01])\.(\d+)(?=/|$)", scope)
-    return tuple(map(int, match.groups())) if match else (1, 1, 0, 0)
+    """Returns queries, keys, causal (0 or 1), window (0: none) and, in kernels, those per tile."""
+    match = re.search(r"/pairs\.([\d.]+)(?=/|$)", scope)
+    return tuple(map(int, match.group(1).split("."))) if match else (1, 1, 0, 0)
 
 
 def products(jaxpr) -> Iterator[tuple[float, str]]:

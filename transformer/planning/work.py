@@ -10,11 +10,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from transformer.model.attention_backends.flash.call import tile_size
 from transformer.model.config import ModelConfig
 from transformer.planning.bundles import KernelCycles
 from transformer.planning.hlo import Computation, HloProgram, Instruction
-from transformer.planning.model_flops import allowed_share
+from transformer.planning.model_flops import mask_of, tile_counts
 
 COLLECTIVES = (
     "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all",
@@ -224,12 +223,11 @@ def _attention(part: str, op: Instruction) -> KernelWork:
     """Returns the work of flash attention over the tiles that the mask can allow: 2 products of
     queries and keys forward, 5 backward. Those with a position scheme's tables are not counted."""
     arrays = [dims for _, dims in _operands(op) if len(dims) > 2]
-    (*heads, queries, size), (*_, keys, _), (*_, d_value) = arrays[:3]
-    share = allowed_share(op.source, tile_size(queries))
+    (*heads, _, size), _, (*_, d_value) = arrays[:3]
+    pairs = sum(tile_counts(op.source)) * math.prod(mask_of(op.source)[4:])
     # Width d_head: q k, and the gradients of q and k. Width d_value: w v, and those of w and v.
     by_keys, by_values = {"forward": (1, 1), "backward": (3, 2)}[part]
-    width = by_keys * size + by_values * d_value
-    return KernelWork(2.0 * math.prod(heads) * queries * keys * share * width)
+    return KernelWork(2.0 * math.prod(heads) * pairs * (by_keys * size + by_values * d_value))
 
 
 def _grouped(part: str, op: Instruction, model: ModelConfig) -> KernelWork:

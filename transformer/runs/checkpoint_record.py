@@ -105,9 +105,7 @@ def _format_kind(kind: tuple[str, tuple[int, ...]] | None) -> str:
     if kind is None:
         return "absent"
     dtype, shape = kind
-    if not shape:
-        return dtype
-    return "x".join(map(str, shape)) + (f" {dtype}" if dtype != "float32" else "")
+    return "x".join(map(str, shape)) + f" {dtype}" * (dtype != "float32") if shape else dtype
 
 
 def _sha256(content: dict) -> str:

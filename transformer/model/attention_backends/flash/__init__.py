@@ -21,8 +21,8 @@ from transformer.model.attention_backends.base import Inputs, by_head
 from transformer.model.attention_backends.blockwise import blockwise
 from transformer.model.attention_backends.flash import call
 from transformer.model.attention_backends.flash.call import Call, block_size
+from transformer.model.attention_backends.flash.terms import shapes
 from transformer.model.attention_backends.ring import ring, why_not as why_no_ring
-from transformer.model.positions import Position
 from transformer.model.sharding import axis_of
 
 
@@ -31,7 +31,7 @@ def why_not(q, k, v, inputs: Inputs) -> str | None:
     position, mask = inputs.logits_position, inputs.mask
     by_distance = position is not None and position.has_terms
     in_order = inputs.q_tokens.order == inputs.k_tokens.order in ("contiguous", "zigzag")
-    has_tables = by_distance and _tables(position) > 0
+    has_tables = by_distance and shapes(position).tables
     problems = {
         "on GPUs, the position scheme may depend on distance alone": has_tables and call.on_gpu(),
         "on GPUs, it supports head sizes up to 256": max(q.shape[-1], v.shape[-1]) > 256
@@ -47,9 +47,11 @@ def why_not(q, k, v, inputs: Inputs) -> str | None:
 def flash(q_BxTxNxH, k_BxSxKxH, v_BxSxKxV, inputs: Inputs) -> jax.Array:
     """Returns what `reference` returns."""
     inputs = inputs.by_index()
-    sizes, position = (q_BxTxNxH.shape[-1], v_BxSxKxV.shape[-1]), inputs.logits_position
-    tables = 0 if position is None else _tables(position)
-    size = block_size(q_BxTxNxH.dtype.itemsize, *sizes, tables)
+    sizes, tables = (
+        (q_BxTxNxH.shape[-1], v_BxSxKxV.shape[-1]),
+        shapes(inputs.logits_position).tables,
+    )
+    size = block_size(q_BxTxNxH.dtype.itemsize, *sizes, len(tables))
     if _is_sharded(q_BxTxNxH):
         return ring(q_BxTxNxH, k_BxSxKxH, v_BxSxKxV, inputs, BlockPair(size))
     tokens = max(q_BxTxNxH.shape[1], k_BxSxKxH.shape[1])
@@ -57,11 +59,6 @@ def flash(q_BxTxNxH, k_BxSxKxH, v_BxSxKxV, inputs: Inputs) -> jax.Array:
         pair = BlockPair(-(-tokens // -(-tokens // size)))  # blocks of equal length
         return blockwise(q_BxTxNxH, k_BxSxKxH, v_BxSxKxV, inputs, pair)
     return _whole(q_BxTxNxH, k_BxSxKxH, v_BxSxKxV, inputs)
-
-
-def _tables(position: Position) -> int:
-    terms_of = lambda distances_D: position.terms(distances_D, 1.0)
-    return len(jax.eval_shape(terms_of, jax.ShapeDtypeStruct((1,), jnp.int32)).tables)
 
 
 def _is_sharded(q_BxTxNxH) -> bool:

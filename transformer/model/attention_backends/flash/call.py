@@ -14,20 +14,24 @@ from transformer.model.attention_backends.flash import gpu
 from transformer.model.attention_backends.flash.backward import backward
 from transformer.model.attention_backends.flash.forward import forward
 from transformer.model.attention_backends.flash.settings import Settings
-from transformer.model.attention_backends.flash.terms import kinds_of_tiles, prepare
+from transformer.model.attention_backends.flash.terms import kinds_of_tiles, prepare, shapes
 from transformer.model.attention_backends.flash.tiles import EACH, LANES, NONE, ONE, Limits
 from transformer.model.dropout import seeds
 from transformer.model.masks import REAL, pairs
 from transformer.model.positions import Terms
 from transformer.model.sharding import fitting, platform
 
-MEMORY = {"TPU v4": 16, "TPU v5": 64, "TPU v5p": 64, "TPU7x": 64}
-"""MiB of on-chip vector memory of a core, by kind of device. Others have 128."""
+MEMORY = {"": 128, "TPU v4": 16, "TPU v5": 64, "TPU v5p": 64, "TPU7x": 64}
+"""MiB of on-chip vector memory of a core, by kind of device ("" for others)."""
 
-COST = {512: 1.0, 256: 1.15, 128: 1.5}
-"""Time per pair of tokens by the number of tokens per tile, relative to the largest tile."""
+COST = {
+    "": {512: 1.0, 256: 1.4, 128: 2.7},
+    "TPU v6 lite": {1024: 0.9, 512: 1.0, 256: 2.0, 128: 2.9},
+}
+"""Time per pair of tokens by kind of device and number of tokens per tile, relative to 512, from
+experiments/benchmarks/tile_sizes.py."""
 
-TILES = 6 * 2**20  # bytes of on-chip memory for the tiles that a kernel works on
+BYTES_PER_PAIR = 24  # of on-chip memory, for the tiles that a kernel works on
 
 
 def bytes_per_token(itemsize: int, H: int, V: int, tables: int) -> int:
@@ -47,21 +51,30 @@ def on_gpu() -> bool:
     return platform() == "gpu"
 
 
+def of_device(table: dict):
+    """Returns the entry of `MEMORY` or `COST` for the device that the program is traced for."""
+    device = jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
+    return table.get(device.device_kind, table[""])
+
+
 def block_size(itemsize: int, H: int, V: int, tables: int) -> int:
     """Returns the largest number of tokens that fits into on-chip memory, whole tiles if possible.
     GPUs read keys and values from their main memory."""
     if on_gpu():
         return 2**30
-    device = jax.sharding.get_abstract_mesh().abstract_device  # which the program is traced for
-    kind = device.device_kind if device is not None else jax.devices()[0].device_kind
-    memory = MEMORY.get(kind, 128) * 2**20
-    most = (int(0.9 * memory) - TILES) // bytes_per_token(itemsize, H, V, tables)
-    return most // max(COST) * max(COST) or max(most // LANES * LANES, LANES)
+    memory, tile = of_device(MEMORY) * 2**20, max(of_device(COST))
+    free = int(0.9 * memory) - BYTES_PER_PAIR * tile**2
+    most = free // bytes_per_token(itemsize, H, V, tables)
+    return most // tile * tile or max(most // LANES * LANES, LANES)
 
 
-def tile_size(tokens: int) -> int:
-    """Returns the number of tokens per tile. Smaller tiles need less padding."""
-    return min(COST, key=lambda tile: -(-tokens // tile) * tile * COST[tile])
+def tile_size(tokens: int, causal: bool, ends: bool) -> int:
+    """Returns the number of tokens per tile for as many queries as keys. Smaller tiles need less
+    padding, and with a causal mask, they have fewer pairs that it forbids. If the tables of a
+    scheme are constant from a distance on (`ends`), large tiles would need them more often."""
+    blocks = {tile: -(-tokens // tile) for tile in of_device(COST) if tile <= 512 or not ends}
+    pairs = {tile: tile**2 * n * (n + 1 if causal else 2 * n) for tile, n in blocks.items()}
+    return min(pairs, key=lambda tile: pairs[tile] * of_device(COST)[tile])
 
 
 class Call(NamedTuple):
@@ -76,14 +89,14 @@ class Call(NamedTuple):
         """Returns (call, (q, k, v, terms, limits, seed)), padded to whole tiles and by head.
         `whole`: there are no other queries and keys. Otherwise, results are float32."""
         T, S, N = q_BxTxNxH.shape[1], k_BxSxKxH.shape[1], q_BxTxNxH.shape[2]
-        t, s = tile_size(T), tile_size(S)
-        more_T, more_S = -T % t, -S % s
         # If queries and keys start together, causal tiles end less than a tile after their queries.
         causal = inputs.mask.causal and inputs.q_tokens.until_BxT is None
         together = causal and whole and inputs.first is None
+        position, seed = inputs.logits_position, jnp.zeros(4, jnp.int32)
+        t, s = (tile_size(n, together, bool(shapes(position).ends)) for n in (T, S))
+        more_T, more_S = -T % t, -S % s
         reach = min(t + s - LANES, S + more_S) if together else S + more_S
         dropout = inputs.dropout if inputs.dropout_key is not None else 0.0
-        position, seed = inputs.logits_position, jnp.zeros(4, jnp.int32)
         if dropout:
             first = seed[:2] if inputs.first is None else inputs.first
             seed = jnp.concatenate([seeds(inputs.dropout_key), first])
@@ -99,11 +112,13 @@ class Call(NamedTuple):
         scaled = (q_BxTxNxH * terms.scale).astype(k_BxSxKxH.dtype)
         # XLA keeps arrays between kernels in the remaining memory.
         sizes = (k_BxSxKxH.dtype.itemsize, q_BxTxNxH.shape[-1], v_BxSxKxV.shape[-1])
-        vmem = max(T + more_T, S + more_S) * bytes_per_token(*sizes, len(terms.tables)) + TILES
+        of_tokens = max(T + more_T, S + more_S) * bytes_per_token(*sizes, len(terms.tables))
+        vmem = of_tokens + BYTES_PER_PAIR * t * s
         numbers = t, s, reach, inputs.soft_cap, dropout, N, not whole, vmem, platform() == "cpu"
         tiles = (EACH,) if terms.ends is None else (EACH, NONE) if causal else (EACH, ONE, NONE)
         # The share of pairs that a causal mask allows differs between pairs of blocks.
-        scope = pairs(inputs.mask if whole else REAL, inputs.q_tokens, T + more_T, S + more_S)
+        lengths = T + more_T, S + more_S
+        scope = pairs(inputs.mask if whole else REAL, inputs.q_tokens, *lengths, t, s)
         call = Call(Settings(*numbers, tiles), scope, bool(jax.tree.leaves(position)))
         limits = Limits.of(inputs).pad(more_T, more_S).replace(kinds_1xIxJ=kinds)
         q, k, v = pad(scaled, more_T), pad(k_BxSxKxH, more_S), pad(v_BxSxKxV, more_S)

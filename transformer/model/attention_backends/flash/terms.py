@@ -16,6 +16,12 @@ from transformer.model.attention_backends.flash.tiles import EACH, NONE, ONE
 from transformer.model.positions import Position, Terms
 
 
+def shapes(position: Position | None) -> Terms:
+    """Returns the shapes of the terms at one distance."""
+    terms_of = lambda distances_D: position.terms(distances_D, 1.0) if position else Terms(1.0)
+    return jax.eval_shape(terms_of, jax.ShapeDtypeStruct((1,), jnp.int32))
+
+
 def prepare(q_BxTxNxH, k_BxSxKxH, v_BxSxKxV, position: Position, scale: float, distances_D):
     """Returns q, k, v, and the other terms of all heads, float32. `distances_D` are -reach..T, plus
     an offset. The bias is returned at distances 1 - reach..T - 1. The tables for queries begin at
