@@ -169,17 +169,20 @@ def test_report_names_the_arms_whose_interval_is_unbounded(tmp_path):
     at = bowl({"rotary": 4e-3})
     play(study, lambda c: of_alibi(c) if c.model.position == "alibi" else at(c))
     verdict, (section,) = report.judge([tmp_path], "", "", None)
-    assert "The best learning_rate of alibi has no finite 95 % interval; 0.004 was used." in (
-        verdict.sentences
-    )
-    assert [row[1] for row in section.tables[0][1:]][1] == "0.004 (not identified)"
+    unknown = "has no finite 95 % interval; the best value tried was used."
+    assert f"The best learning_rate of alibi {unknown}" in verdict.sentences
+    assert [row[1] for row in section.tables[0][1:]][1] == "0.004 (best value tried)"
 
 
 def test_report_states_how_an_optimum_depends_on_a_size(tmp_path):
     """The best learning rate falls as 1 / d_ff, whatever the position scheme."""
     grid = product(
         vary("model.position", "rotary", "alibi"),
-        zipped(vary("model.d_ff", 32, 64, 128, 1024), vary("model.max_length", 64, 65, 66, 67)),
+        zipped(
+            vary("model.activation", "gelu", "relu", "silu", "linear"),
+            vary("model.d_ff", 32, 64, 128, 1024),
+            vary("model.max_length", 64, 65, 66, 67),
+        ),
     )
     sweep = Sweep(
         grid, tune=tuned(RATE, 1e-3, 1.6e-2, more=0), seeds=1,
@@ -191,7 +194,7 @@ def test_report_states_how_an_optimum_depends_on_a_size(tmp_path):
     play(study, lambda config: 3.0 + 0.02 * x(config) ** 2)
     verdict, (section,) = report.judge([tmp_path], "", "", None)
     rows = section.tables[-1][1:]
-    # max_length follows d_ff, so it has no slope of its own.
+    # max_length follows d_ff, so it has no slope of its own. The activation is no size.
     assert [row[:3] for row in rows] == [["learning_rate", "model.d_ff", "rotary"],
                                          ["learning_rate", "model.d_ff", "alibi"]]  # fmt: skip
     # The optimum of the largest size is the smallest value tried: a bound, which has no part.
@@ -236,6 +239,16 @@ def test_optimum_without_near_values_is_the_best_value_tried(tmp_path):
     curve = tuning.search(study)[0][0]
     assert curve.bracketed and curve.parabola is None and curve.optimum == 8e-3
     assert report_tuning._optimum(curve) == "0.008 (best value tried)"
+
+
+def test_optimum_next_to_a_cliff_is_the_best_value_tried(tmp_path):
+    """Losses fall slowly and rise steeply, so the minimum of the parabola is far from the best."""
+    losses = {1e-3: 3.25, 2e-3: 3.06, 4e-3: 3.0, 8e-3: 3.16}
+    study = make_study(tmp_path, tuned(RATE, 1e-3, 8e-3, points=4, more=0))
+    play(study, lambda config: losses[config.optimizer.learning_rate])
+    curve = tuning.search(study)[0][0]
+    assert curve.best == curve.optimum == 4e-3 and math.isinf(curve.interval()[0])
+    assert 2**curve.parabola.minimum < 3.5e-3
 
 
 def test_numbers_are_tuned_one_after_another(tmp_path):

@@ -43,35 +43,33 @@ At d_model 256, each tuned by itself, muP has the higher loss: by 0.07 (pre), 0.
 rate of the tuning seed does not train with the seed of the comparison: 5.85 is the loss of a
 unigram model.
 
-Measured for depth, with width 64 (two cores of an Intel Xeon; otherwise as above; 2 layers are the
-base, where all parametrizations are equal):
+Measured for depth, with width 64 (two cores of an Intel Xeon, and of an AMD EPYC for post and
+deepnorm with CompleteP; otherwise as above; 2 layers are the base, where all parametrizations are
+equal, but processors round differently):
 
                              slope                 best rate (2, 4, 8)     test/loss
     pre       standard       -0.18 [-0.54, +0.18]  0.011  0.0094 0.0086    4.76 4.84 4.95
               CompleteP 1/2  +0.22 [-0.50, +0.94]  0.011  0.012  0.015     4.76 4.78 4.81
               CompleteP 1    -0.13 [-1.31, +1.05]  0.011  0.009  0.0092    4.76 4.77 4.70
     post      standard       -1.72 [-6.30, +2.86]  0.012  0.0056 0.0011    4.47 4.76 5.67
-              CompleteP 1/2  -0.33 [-5.79, +5.13]  0.012  0.016  0.0076    4.47 5.58 4.58
-              CompleteP 1    -0.06 [-1.85, +1.73]  0.012  0.0097 0.011     4.47 4.39 5.78
+              CompleteP 1/2  -0.50 [-4.85, +3.85]  0.015  0.016  0.0075    4.67 5.85 4.58
+              CompleteP 1    -0.22 [-2.87, +2.43]  0.015  0.010  0.011     4.67 4.40 4.46
     peri      standard       -0.48 [-2.37, +1.41]  0.014  0.012  0.0072    4.67 4.81 4.89
               CompleteP 1/2  +0.10 [-0.61, +0.80]  0.014  0.016  0.016     4.67 4.75 4.79
               CompleteP 1    not identified        0.014  0.064* 0.064*    4.67 4.63 4.60
     deepnorm  standard       -1.04 [-2.33, +0.25]  0.017  0.0073 0.004     4.38 4.41 4.53
-              CompleteP 1/2  +0.12 [-3.58, +3.82]  0.017  0.013  0.02      4.38 4.33 4.33
-              CompleteP 1    -0.04 [-2.56, +2.47]  0.017  0.013  0.016     4.38 4.37 5.85
+              CompleteP 1/2  +0.00 [-2.05, +2.05]  0.017  0.014  0.017     4.38 4.33 4.32
+              CompleteP 1    -0.25 [-1.45, +0.95]  0.017  0.016  0.012     4.38 4.38 5.86
 
 From 2 to 8 layers, the best rate falls by a factor of 11 (post), 4.2 (deepnorm), 1.9 (peri) and 1.3
-(pre) in the standard parametrization. With CompleteP it changes by a factor of 1.6 at most, except
+(pre) in the standard parametrization. With CompleteP it changes by a factor of 2.0 at most, except
 for peri-norm with alpha = 1, whose best rate is above the range. The slope with alpha = 1/2 is
-larger than in the standard parametrization under each placement, by 0.88 [0.14, 1.63] on average
+larger than in the standard parametrization under each placement, by 0.81 [0.20, 1.42] on average
 over the four. With three depths and one seed, no slope differs from 0 by itself. At 8 layers, the
 loss with CompleteP is lower: by 0.14 and 0.25 (pre; alpha = 1/2 and 1), 0.09 and 0.29 (peri) and
-0.19 (deepnorm; alpha = 1/2). Losses of 5.58 or more are those of runs that did not train with the
-seed of the comparison, at the best rate of the tuning seed: three of six arms of post-norm and
+0.21 (deepnorm; alpha = 1/2). Losses of 5.67 or more are those of runs that did not train with the
+seed of the comparison, at the best rate of the tuning seed: two of the six arms of post-norm and
 deepnorm at 8 layers, and one at 4. Which alpha transfers better is not decided here.
-
-The rows of post and deepnorm with CompleteP were measured before the norms of the residual stream
-had a learning rate multiplier of their own (docs/parametrizations.md).
 """
 
 import ml_collections

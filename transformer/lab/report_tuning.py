@@ -65,7 +65,7 @@ class Tuning(NamedTuple):
                 between = f"between {tried[at - 1]:g} and {tried[at + 1]:g}"
                 doubt = f"is only known to be {between}; {curve.best:g} was used"
             elif math.isinf(curve.interval()[0]):
-                doubt = f"has no finite 95 % interval; {curve.optimum:g} was used"
+                doubt = "has no finite 95 % interval; the best value tried was used"
             doubts.setdefault((curve.number.name, doubt), []).append(curve.arm)
         of = lambda name, doubt, arms: f"The best {name} of {listed(arms, len(arms))} {doubt}."
         return [of(*key, arms) for key, arms in doubts.items() if key[1]]
@@ -107,13 +107,14 @@ class Tuning(NamedTuple):
         slope of log2(optimum) against log2(size), whether it differs from 0, and the curves. An
         optimum that is not bracketed is only a bound, and has no part in the slope."""
         points, fields = self.tuned.results.sweep.points, self.tuned.results.sweep.fields
-        leads = lambda i, x: not any(self._follows(x, earlier) for earlier in fields[:i])
-        leading = [field for i, field in enumerate(fields) if leads(i, field)]
+        is_size = lambda x: type(x) in (int, float) and x > 0
+        sizes = [x for x in fields if any(is_size(p.changes.get(x)) for p in points.values())]
+        leads = lambda i, x: not any(self._follows(x, earlier) for earlier in sizes[:i])
+        leading = [field for i, field in enumerate(sizes) if leads(i, field)]
         for name, field in itertools.product(self.numbers, leading):
             groups: dict[str, dict[float, Curve]] = {}
             for curve in (curve for curve in self.curves if curve.number.name == name):
-                size = points[curve.arm].changes.get(field)
-                if type(size) in (int, float) and size > 0:
+                if is_size(size := points[curve.arm].changes.get(field)):
                     others = [x for x in points[curve.arm].changes if not self._follows(x, field)]
                     setting = "-".join(map(points[curve.arm].call, others))
                     groups.setdefault(setting, {})[math.log2(size)] = curve
@@ -144,8 +145,8 @@ def _optimum(curve: Curve, brief: bool = False) -> str:
     if brief or not curve.bracketed:
         return f"{curve.optimum:g}{'' if curve.bracketed else ' (not bracketed)'}"
     low, high = curve.interval()
-    interval = " (not identified)" if math.isinf(low) else f" [{low:g}, {high:g}]"
-    interval = " (best value tried)" if math.isnan(low) else interval
+    interval = " (of three values)" if math.isnan(low) else f" [{low:g}, {high:g}]"
+    interval = " (best value tried)" if not curve.parabola or math.isinf(low) else interval
     cost = "" if math.isnan(curve.flatness) or math.isinf(low) else f", {number(curve.flatness)}"
     return f"{curve.optimum:g}{interval}{cost}"
 

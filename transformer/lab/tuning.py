@@ -81,9 +81,10 @@ class Curve(NamedTuple):
 
     @property
     def optimum(self) -> float:
-        """The minimum of the parabola, up to the best value's neighbors; else the best value."""
+        """The parabola's minimum between the best value's neighbors; if unknown, the best value."""
         fit, at = self.parabola, self.tried.index(self.best)
-        if fit is None or math.isnan(fit.minimum) or not self.bracketed:
+        unknown = fit is None or math.isnan(fit.minimum) or math.isinf(self.interval()[0])
+        if unknown or not self.bracketed:
             return self.best
         low, high = (self.number.x(self.tried[n]) for n in (at - 1, at + 1))
         return self.number.value(min(max(fit.minimum, low), high))
