@@ -93,6 +93,9 @@ def combinations() -> list[Program]:
     # The second has the largest blocks that fit in the memory of a v5p.
     changes += [dict(tokens=tokens, size=128, v_size=128) for tokens in (8192, 21_504)]
     every += [Program(name, **change) for name in KINDS for change in changes]
+    long = dict(tokens=8192, size=128, v_size=128)  # the tiles of a v6e are larger
+    every += [Program("transformer_xl", **long)]
+    every += [Program("t5", mask, **long) for mask in ("dropout", "window", "prefix")]
     return every + [Program(name, v_size=128) for name in ("none", "t5")]
 
 
