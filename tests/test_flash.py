@@ -59,10 +59,33 @@ DEBERTA_V3 = {
 }  # fmt: skip
 
 
+COSTS = dict(call.COST)
+
+
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
     """Several tiles per sequence, so that all states of tiles occur."""
     monkeypatch.setattr(call, "COST", {"": {128: 1.0}})
+
+
+@pytest.mark.parametrize(
+    ("kind", "tokens", "causal", "ends", "tile"),
+    [
+        ("", 8192, True, False, 512),
+        ("", 512, True, False, 512),
+        ("", 700, True, False, 256),  # 768 instead of 1,024 queries
+        ("", 100, False, False, 128),
+        ("TPU v6 lite", 8192, True, False, 1024),
+        ("TPU v6 lite", 2048, True, False, 512),  # 10 tiles instead of 3, whose area is 12
+        ("TPU v6 lite", 2048, False, False, 1024),
+        ("TPU v6 lite", 8192, True, True, 512),
+    ],
+)
+def test_tiles_are_chosen_by_device_length_mask_and_scheme(
+    monkeypatch, kind, tokens, causal, ends, tile
+):
+    monkeypatch.setattr(call, "COST", {"": COSTS[kind]})
+    assert call.tile_size(tokens, causal, ends) == tile
 
 
 def random_qkv(keys=T, kv_heads=2, d_value=24, batch=2, queries=T, dtype=jnp.float32, size=16):
