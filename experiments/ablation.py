@@ -31,18 +31,17 @@ lower the loss is than at the file's rate of 0.003:
 
     arm          rate    test/loss        difference from pre-rotary     p      gain
     pre-rotary   0.016   4.545 +- 0.037                                         0.295
-    pre-alibi    0.014   4.464 +- 0.025   -0.081 [-0.096, -0.066]        0.005  0.283
-    post-rotary  0.0039  4.530 +- 0.049   -0.015 [-0.101, +0.071]        0.85   0.079
-    post-alibi   0.0037  4.531 +- 0.026   -0.014 [-0.075, +0.047]        0.85   0.065
+    pre-alibi    0.015   4.475 +- 0.036   -0.070 [-0.088, -0.052]        0.011  0.272
+    post-rotary  0.0048  4.491 +- 0.094   -0.05 [-0.18, +0.08]           0.22   0.118
+    post-alibi   0.0048  4.476 +- 0.063   -0.068 [-0.168, +0.031]        0.19   0.120
 
-With tuning, post-norm loses its advantage: averaged over both position schemes, the difference of
-+0.026 [-0.040, +0.092] nats is not detectable (p = 0.23). The answer depends on the position
-scheme: post-norm instead of pre-norm changes the loss by -0.015 [-0.101, +0.071] with rotary
-positions and by +0.067 [+0.016, +0.118] with ALiBi, and the difference of +0.082 [+0.031, +0.133]
-is detectable (corrected p = 0.041). With pre-norm, ALiBi is still better than rotary positions. The
-file's rate is a little below the best of post-norm, and a fifth of the best of pre-norm. The tried
-rates on both sides of an optimum are within a factor of 1.8 of it, but with one tuning run per
-rate, three of the four optima have no finite 95 % interval.
+With tuning, post-norm is no longer detectably better: averaged over both position schemes, it
+changes the loss by -0.03 [-0.14, +0.09] nats (p = 0.42). Whether its effect depends on the position
+scheme is inconclusive: -0.05 [-0.18, +0.08] with rotary positions, +0.002 [-0.092, +0.095] with
+ALiBi, and the difference is +0.055 [+0.011, +0.099] (p = 0.032, corrected 0.065). With pre-norm,
+ALiBi is still better than rotary positions. The file's rate is two thirds of the best rate of
+post-norm and a fifth of that of pre-norm. Each rate is the best of six that were tried, or between
+them; the next rates on both sides have higher losses.
 """
 
 import ml_collections
