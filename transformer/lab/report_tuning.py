@@ -171,7 +171,7 @@ def _draw(curves: Sequence[Curve], style: Style) -> Figure:
             xs = np.linspace(x(curve.near[0]), x(curve.near[-1]), 100)
             line = {"color": look["color"], "linestyle": look["linestyle"], "linewidth": 1.2}
             axes.plot(xs, fit(xs), **line)
-            height = float(fit(x(curve.optimum)))
+            height = height if curve.optimum == curve.best else float(fit(x(curve.optimum)))
         interval = [x(v) for v in curve.interval() if math.isfinite(v)]
         axes.plot(interval, [height] * len(interval), color=look["color"], linewidth=2.5, alpha=0.5)
         large = {"markersize": 8, "markeredgecolor": "black", "label": curve.arm}
