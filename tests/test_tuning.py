@@ -133,7 +133,9 @@ def test_report_compares_tuned_and_untuned_arms(tmp_path):
     verdict, (section,) = report.judge([tmp_path], "", "", None)
     assert verdict.rows["alibi"].outcome == "not detectable"
     assert verdict.sentences[0].startswith("With each arm tuned: ")
-    assert "alibi from worse (untuned) to not detectable (tuned)" in verdict.sentences[1]
+    change = verdict.sentences[1]
+    assert "alibi (+0.32" in change and "] to +0.0003 [" in change
+    assert ") from worse (untuned) to not detectable (tuned)" in change
     optima, both = section.tables
     assert optima[1][1].startswith("0.001 ") and optima[2][1].startswith("0.016")
     assert both[2][0] == "alibi" and both[2][-1].startswith("-0.32")  # 4 doublings squared

@@ -50,21 +50,19 @@ def caption_of(name: str, results: Results) -> str:
 
 def answer(verdict: Verdict) -> Drawings:
     """Returns the figures that show the verdict: effects and differences, and values by arm."""
-    results, rows, pictures = verdict.results, verdict.rows, {}
+    sweep, rows, pictures = verdict.results.sweep, verdict.rows, {}
     effects = {x.name: x.versus for x in verdict.effects if len(x.changes) == 1}
     effects = effects if len(effects) <= FEW else {}
     arms = {name: row.to_baseline for name, row in rows.items() if row.to_baseline}
     looks = styles(list(rows)) | {name: {"color": INKS[0], "marker": "o"} for name in effects}
     if compared := {name: x for name, x in (effects | arms).items() if x.mean.count > 1}:
-        caption = (
-            f"Difference from {results.sweep.baseline}, paired by seed: each seed (dots), and the "
-            "mean with its 95 % interval. Filled: a detectable difference."
-        )
+        caption = f"Each arm's difference from {sweep.baseline}, paired by seed: each seed "
+        caption += "(dots), and the mean with its 95 % interval. Filled: a detectable difference."
         caption += " Black: the effect of a field, averaged over the others." * bool(effects)
-        pictures["differences"] = (caption, _differences(compared, looks, results))
-    metric = results.sweep.metric
-    if values := {name: x for name, row in rows.items() if (x := row.arm.values(metric))}:
-        pictures["by_arm"] = (f"{metric} by arm: {SEEDS}.", _paired({metric: values}, verdict, ""))
+        pictures["differences"] = (caption, _differences(compared, looks, verdict.results))
+    if values := {name: x for name, row in rows.items() if (x := row.arm.values(sweep.metric))}:
+        drawn = _paired({sweep.metric: values}, verdict, "")
+        pictures["by_arm"] = (f"{sweep.metric} by arm: {SEEDS}.", drawn)
     return pictures
 
 
@@ -192,10 +190,9 @@ def new_figure(height: float, **properties) -> tuple[Figure, Axes]:
 
 
 def _differences(compared: Mapping[str, Difference], looks: Style, results: Results) -> Figure:
-    sweep = results.sweep
+    labels, sweep = [], results.sweep
     figure, axes = new_figure(1.1 + 0.46 * len(compared))
     axes.axvline(0, color="black", linewidth=1)
-    labels = []
     for y, (name, versus) in enumerate(compared.items()):
         x, look = versus.mean, {k: looks[name][k] for k in ("color", "marker")}
         for seed, value in versus.by_seed.items():
@@ -209,7 +206,7 @@ def _differences(compared: Mapping[str, Difference], looks: Style, results: Resu
     axes.set_ylim(len(labels) - 0.5, -0.5)
     axes.grid(axis="y", visible=False)
     left, right = ("worse", "better") if sweep.higher_is_better else ("better", "worse")
-    axes.set_xlabel(f"{caption_of(sweep.metric, results)}:\ndifference from {sweep.baseline}")
+    axes.set_xlabel(f"difference in {caption_of(sweep.metric, results)}")
     at_zero = {"xy": (0, 1), "xycoords": axes.get_xaxis_transform(), "fontsize": 8, "va": "bottom"}
     for text, side in ((f"\u2190 {left}  ", "right"), (f"  {right} \u2192", "left")):
         axes.annotate(text, ha=side, **at_zero)

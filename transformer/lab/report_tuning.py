@@ -43,8 +43,9 @@ class Tuning(NamedTuple):
         if self.untuned is not None:
             changed, base = {}, self.tuned.results.sweep.baseline
             for arm, row in self.tuned.rows.items():
-                if (before := self.untuned.rows[arm].outcome) != row.outcome:
-                    changed.setdefault((before, row.outcome), []).append(arm)
+                if (before := self.untuned.rows[arm]).outcome != row.outcome:
+                    sizes = " to ".join(_difference(x.to_baseline) for x in (before, row))
+                    changed.setdefault((before.outcome, row.outcome), []).append(f"{arm} ({sizes})")
             for (before, after), arms in changed.items():
                 change = f"{listed(arms, len(arms))} from {before} (untuned) to {after} (tuned)"
                 lines.append(f"Tuning changes {change}, compared with {base}.")
@@ -64,8 +65,9 @@ class Tuning(NamedTuple):
             elif curve.parabola is None:
                 between = f"between {tried[at - 1]:g} and {tried[at + 1]:g}"
                 doubt = f"is only known to be {between}; {curve.best:g} was used"
-            elif math.isinf(curve.interval()[0]):
-                doubt = "has no finite 95 % interval; the best value tried was used"
+            elif not math.isfinite(low := curve.interval()[0]):
+                used = "the best value tried" if math.isinf(low) else "a parabola's minimum"
+                doubt = f"has no finite 95 % interval; {used} was used"
             doubts.setdefault((curve.number.name, doubt), []).append(curve.arm)
         of = lambda name, doubt, arms: f"The best {name} of {listed(arms, len(arms))} {doubt}."
         return [of(*key, arms) for key, arms in doubts.items() if key[1]]
