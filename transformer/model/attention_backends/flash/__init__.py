@@ -47,11 +47,9 @@ def why_not(q, k, v, inputs: Inputs) -> str | None:
 def flash(q_BxTxNxH, k_BxSxKxH, v_BxSxKxV, inputs: Inputs) -> jax.Array:
     """Returns what `reference` returns."""
     inputs = inputs.by_index()
-    sizes, tables = (
-        (q_BxTxNxH.shape[-1], v_BxSxKxV.shape[-1]),
-        shapes(inputs.logits_position).tables,
-    )
-    size = block_size(q_BxTxNxH.dtype.itemsize, *sizes, len(tables))
+    tables = shapes(inputs.logits_position).tables
+    sizes = (q_BxTxNxH.shape[-1], v_BxSxKxV.shape[-1], len(tables))
+    size = block_size(q_BxTxNxH.dtype.itemsize, *sizes)
     if _is_sharded(q_BxTxNxH):
         return ring(q_BxTxNxH, k_BxSxKxH, v_BxSxKxV, inputs, BlockPair(size))
     tokens = max(q_BxTxNxH.shape[1], k_BxSxKxH.shape[1])
