@@ -113,7 +113,7 @@ class Call(NamedTuple):
         # XLA keeps arrays between kernels in the remaining memory.
         sizes = (k_BxSxKxH.dtype.itemsize, q_BxTxNxH.shape[-1], v_BxSxKxV.shape[-1])
         of_tokens = max(T + more_T, S + more_S) * bytes_per_token(*sizes, len(terms.tables))
-        vmem = of_tokens + BYTES_PER_PAIR * t * s
+        vmem = of_tokens + BYTES_PER_PAIR * max(t * s, 512**2)
         numbers = t, s, reach, inputs.soft_cap, dropout, N, not whole, vmem, platform() == "cpu"
         tiles = (EACH,) if terms.ends is None else (EACH, NONE) if causal else (EACH, ONE, NONE)
         # The share of pairs that a causal mask allows differs between pairs of blocks.
