@@ -13,6 +13,11 @@ os.environ["XLA_FLAGS"] = f"{known_flags()} {os.environ.get('XLA_FLAGS', '')}"
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["HF_HUB_OFFLINE"] = "1"  # tests create their models; none is downloaded
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # PyTorch's threads would wait for each other
+# Also for the processes that tests start. Each program is compiled once.
+os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ.get(
+    "TRANSFORMER_TEST_CACHE", "/tmp/transformer-test-cache"
+)
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
 import jax
 import jax.numpy as jnp
@@ -29,11 +34,6 @@ from transformer.model.attention_backends import BACKENDS
 from transformer.model.network import abstract_params
 from transformer.model.positions import SCHEMES
 
-jax.config.update(
-    "jax_compilation_cache_dir",
-    os.environ.get("TRANSFORMER_TEST_CACHE", "/tmp/transformer-test-cache"),
-)
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_numpy_rank_promotion", "allow")
 
 
@@ -201,6 +201,7 @@ def pytest_sessionfinish(session, exitstatus):
 def isolate_data_home(tmp_path_factory, monkeypatch):
     """Keeps token stores out of the user's cache; the tests of a session share them."""
     monkeypatch.setenv("TRANSFORMER_DATA", str(tmp_path_factory.getbasetemp() / "data"))
+    monkeypatch.setenv("JAX_ENABLE_COMPILATION_CACHE", "1")  # `plan` sets it to 0
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import subprocess
 import numpy as np
 import pytest
 from exchange_models import TEXTS, bert, gpt2, t5
-from test_processes import TRAIN, launch, wait_for_exit
+from test_processes import ROOT, TRAIN, launch
 
 import transformer
 from transformer import load_run
@@ -192,15 +192,19 @@ def test_tasks_of_the_harness_on_several_processes(tmp_path, monkeypatch):
         about = {"task": name, "dataset_path": "json", "dataset_kwargs": files}
         task = about | {"test_split": "test"} | fields
         (tmp_path / f"{name}.yaml").write_text(json.dumps(task))  # JSON is YAML
+    monkeypatch.chdir(ROOT)
     run = tmp_path / "run"
-    assert wait_for_exit(launch(1, run, "--config.train.steps=2"))[0] == [0]
-    command = ["evaluate", f"--tasks={','.join(tasks)}", f"--include-path={tmp_path}"]
+    assert main([*TRAIN, f"--workdir={run}", "--config.train.steps=2"]) == 0
+    command = ["evaluate", f"--tasks={','.join(tasks)}", f"--include-path={tmp_path}", *TRAIN[-2:]]
     results = []
-    for count in (1, 2):
-        started = launch(count, run, command=[*command, *TRAIN[-2:]], stderr=subprocess.PIPE)
-        outputs = [process.communicate(timeout=150) for process in started]
-        assert [process.returncode for process in started] == [0] * count, outputs
-        assert ["choose" in out for out, _ in outputs] == [True, False][:count]
+    for count in (1, 2):  # one process is this one
+        if count == 1:
+            assert main([*command, f"--workdir={run}"]) == 0
+        else:
+            started = launch(count, run, command=command, stderr=subprocess.PIPE)
+            outputs = [process.communicate(timeout=150) for process in started]
+            assert [process.returncode for process in started] == [0] * count, outputs
+            assert ["choose" in out for out, _ in outputs] == [True, False]
         saved = json.loads((run / "tasks.json").read_text())["samples"]
         results.append({name: [item["resps"] for item in saved[name]] for name in tasks})
         (run / "tasks.json").unlink()

@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 
-import jax
 import numpy as np
 import pytest
 from studies import configs_and_facts, experiment, make_study, write_run
@@ -138,7 +137,6 @@ def finished_sweep(tmp_path_factory):
         "TRANSFORMER_DATA": str(tmp_path_factory.getbasetemp() / "data"),
         "XLA_FLAGS": one_device_flags(),
     }
-    environment["JAX_COMPILATION_CACHE_DIR"] = jax.config.jax_compilation_cache_dir
 
     def sweep(*options):
         command = [

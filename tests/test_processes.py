@@ -102,7 +102,7 @@ def test_resumes_on_fewer_processes_bitwise(tmp_path, monkeypatch, capsys, kind)
         assert main([*prepare, "--beam=--runner=BundleBasedDirectRunner"]) == 0
         options += shlex.split(capsys.readouterr().out.partition("read it with ")[2])
     assert wait_for_exit(launch(1, tmp_path / "whole", *options))[0] == [0]
-    for count, victim in ((4, 2), (2, 0)):
+    for count, victim in ((4, 2), (2, 0)) if kind == "text" else ((4, 2),):
         before = len(logged_metrics(tmp_path / "parts"))
         started = launch(count, tmp_path / "parts", *options)
         wait_until(lambda before=before: len(logged_metrics(tmp_path / "parts")) > before)
@@ -155,9 +155,8 @@ def evaluate_and_generate(workdir: Path, count: int) -> dict:
         outputs = [process.communicate(timeout=150) for process in started]
         assert [process.returncode for process in started] == [0] * count, outputs
         # Only process 0 prints results.
-        assert ["perplexity" in out for out, _ in outputs] == [verb == ["evaluate"]] + [False] * (
-            count - 1
-        )
+        expected = [verb == ["evaluate"]] + [False] * (count - 1)
+        assert ["perplexity" in out for out, _ in outputs] == expected
     return json.loads((workdir / "test.json").read_text()) | {"answer": answers.read_text()}
 
 
@@ -172,7 +171,7 @@ def test_killed_process_ends_the_others_and_launcher_restarts(tmp_path):
         *TRAIN,
         f"--workdir={tmp_path / 'run'}",
     ]
-    steps = ["--config.train.steps=80", "--config.train.checkpoint_every=5"]
+    steps = ["--config.train.steps=50", "--config.train.checkpoint_every=5"]
     environment = {"XLA_FLAGS": one_device_flags(), "TRANSFORMER_HEARTBEAT": "10"}
     launcher = subprocess.Popen(
         command + steps, env=os.environ | environment, cwd=ROOT, stderr=subprocess.PIPE, text=True
@@ -199,7 +198,7 @@ def test_killed_process_ends_the_others_and_launcher_restarts(tmp_path):
     assert "resumed     at step" in errors
     assert [
         line["step"] for line in logged_metrics(tmp_path / "run") if "train/loss" in line
-    ] == list(range(1, 81))
+    ] == list(range(1, 51))
 
 
 def test_missing_processes_are_named(tmp_path):

@@ -120,7 +120,10 @@ def evaluate_tasks(
     `tasks.json` (results, samples), and the metrics to `metrics.jsonl` as `tasks/TASK/METRIC`."""
     if not tasks:
         raise UserError("--tasks: names no task")
-    manager = TaskManager(include_path=str(include_path) if include_path else None)
+    folder = str(include_path) if include_path else None
+    manager = TaskManager(include_path=folder, include_defaults=False)
+    if not set(tasks) <= set(manager.all_subtasks):
+        manager = TaskManager(include_path=folder)  # takes seconds: it reads all built-in tasks
     for name in tasks:
         if not manager.match_tasks([name]):
             raise UserError(f"--tasks: no task {name!r}; {nearest(name, manager.all_tasks)}")

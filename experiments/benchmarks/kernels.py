@@ -123,6 +123,7 @@ def schedules(compiled: Callable, args: tuple, kernels: tuple[str, ...]):
         process = os.fork()
         if not process:
             os.environ["LIBTPU_INIT_ARGS"] = dump_flags(Path(folder))
+            os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "0"  # cached programs have no schedule
             quiet = os.open(os.devnull, os.O_WRONLY)
             os.dup2(quiet, 2)
             status = 1

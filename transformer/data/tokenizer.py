@@ -316,9 +316,8 @@ def train_tokenizer(
     config: TokenizerConfig, vocab_size: int, sentences: Iterable[str], reserved: int = 0
 ) -> Tokenizer:
     """Trains a SentencePiece model with exactly `vocab_size - reserved` pieces, or at most as many
-    characters or whole words.
-    Each line is a sentence, and the line end is a piece. If there are more than `max_sentences`
-    lines, training reads a uniform sample, which is always the same."""
+    characters or whole words. Each line is a sentence, and the line end is a piece. With more than
+    `max_sentences` lines, training reads a uniform sample, which is always the same."""
     for field in ("pad_id", "bos_id", "eos_id", "source_bos_id"):
         if getattr(config, field) >= 0:
             problem = "applies only to an existing tokenizer; set data.tokenizer.path"

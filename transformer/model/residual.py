@@ -1,8 +1,7 @@
 """The residual connection of every sublayer, by the formula of placements/base.py. In it, a and s
 are constants, g is a learned scalar and l a learned vector. Parallel sublayers (GPT-J, GPT-NeoX,
 PaLM) are one sum over branches, each with separate norms and a separate gate. A placement may
-replace the sum. The collection "sizes" (`WATCHED`) records the root mean squares of the stream that
-is read and of the branch.
+replace the sum. "sizes" (`WATCHED`) has the root mean squares of the stream read and of the branch.
 Shape suffixes: B batch, T length, D d_model."""
 
 import functools

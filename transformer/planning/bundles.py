@@ -16,8 +16,9 @@ DELAY = 5  # bundles from a branch to its target, which are executed in either c
 
 
 def dump_flags(folder: Path) -> str:
-    """Returns the flags that make libtpu write its schedules to a folder."""
-    return f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
+    """Returns the flags that make libtpu write its final schedules to a folder."""
+    only = "--xla_jf_dump_llo_pass_label_regex=final.*"  # all passes take longer than to compile
+    return f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true {only}"
 
 
 @dataclasses.dataclass

@@ -9,7 +9,7 @@ import resource
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import jax
@@ -198,16 +198,16 @@ class Recorder:
     """Logs token-weighted means and the speed every `every` steps.
 
     `push(step, metrics)` reads the metrics of the previous step, which the device has finished by
-    then, so the host never waits for the step it has just started. `window` holds the sums since
-    the last log line. It is saved with a checkpoint, so that a resumed run has the same curve as an
-    uninterrupted one. `together` runs share the measured time. A line also has the mean number of
-    CPU cores that other processes have used, because they may have slowed the run down."""
+    then, so the host never waits for the step it has just started. `rates` has the learning rate of
+    every step. `window` holds the sums since the last log line. It is saved with a checkpoint, so a
+    resumed run has the same curve as an uninterrupted one. `together` runs share the measured time.
+    A line also has the mean number of CPU cores of other processes, which may slow the run down."""
 
     def __init__(
-        self, log: MetricsLog, progress: Progress, rate: Callable, every: int, window,
+        self, log: MetricsLog, progress: Progress, rates, every: int, window,
         goodput: Goodput, together=1,
     ):  # fmt: skip
-        self._log, self._progress, self._rate, self._every = log, progress, rate, every
+        self._log, self._progress, self._rates, self._every = log, progress, rates, every
         self.goodput = goodput
         self._together = {"time/together": together} if together > 1 else {}
         self.window = dict(window)
@@ -251,7 +251,7 @@ class Recorder:
         inputs, tokens = sums.pop("inputs"), max(sums.pop("tokens"), 1.0)
         means = {f"train/{name}": value / tokens for name, value in sums.items()}
         spent, steps = max(now - self._mark, 1e-9), max(self._timed_steps, 1)
-        speed, lr = self._timed_tokens / spent, float(self._rate(step - 1))
+        speed, lr = self._timed_tokens / spent, float(self._rates[step - 1])
         self._mark, self._timed_tokens, self._timed_steps = now, 0.0, 0
         timing = {"time/tokens_per_second": round(speed, 1)} | self._together if speed else {}
         timing["memory/peak_bytes"] = peak_memory()

@@ -175,8 +175,9 @@ def begin(
     barrier("reading of earlier metrics")
     if is_first():
         rundir.amend(workdir, goodput=goodput.record())
-    rate, every = schedule(config.optimizer, config.train.steps), config.train.log_every
-    recorder = Recorder(log, progress, rate, every, loop["window"], goodput, together)
+    updates, every = jax.numpy.arange(config.train.steps), config.train.log_every
+    rates = jax.device_get(jax.jit(jax.vmap(schedule(config.optimizer, len(updates))))(updates))
+    recorder = Recorder(log, progress, rates, every, loop["window"], goodput, together)
     recorder.watchdog.seconds = config.train.step_deadline
     train_step = make_train_step(config, program.model, program.optimizer, mesh, program.shardings)
     eval_step = make_eval_step(config, program.model, mesh, program.shardings.params)

@@ -19,6 +19,7 @@ at the chip's published rates, and the time and price of the run, and suggests c
   simulated devices: the collectives and the memory of parameters, optimizer state and inputs are
   those of the machine; temporaries and memory traffic are those of the CPU compiler."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -46,6 +47,7 @@ def arguments(parser) -> None:
 
 
 def run(args, overrides) -> int:
+    os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "0"  # it cannot load programs for absent devices
     from transformer.config_io import load_arms, load_experiment
     from transformer.planning.chips import topology
 
@@ -73,8 +75,7 @@ def run(args, overrides) -> int:
         text = page.compare(plans, sweep) if args.arms else page.page(plans[""])
         if args.kernels and not args.arms:
             text += "\n".join(["", *page.kernels(plans[""]), ""])
-        numbers = {arm: plan.to_json() for arm, plan in plans.items()}
-        numbers = numbers if args.arms else numbers[""]
+        numbers = {x: y.to_json() for x, y in plans.items()} if args.arms else plans[""].to_json()
     if args.json:
         write_json(args.json, numbers)
     print(text, end="")
