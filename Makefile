@@ -45,9 +45,9 @@ ablation-tuned: .venv/installed
 test: .venv/installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	@# XLA may end a worker. The worker is then restarted and repeats its test. A test that fails is
-	@# not repeated. Tests of a group share a fixture that takes long, and run in one worker.
-	$(BIN)/python -m pytest -n 3 --dist loadgroup --reruns 1 --only-rerun 'crashed while running'
+	@# A worker runs whole files, so that their tests share what is compiled. XLA may end a worker.
+	@# The worker is then restarted and repeats its test. A test that fails is not repeated.
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --reruns 1 --only-rerun 'crashed while running'
 
 kernels: .venv/installed-test
 	$(BIN)/python experiments/benchmarks/compiled_kernels.py

@@ -58,6 +58,20 @@ def share_contexts(count: int = 100) -> None:
 share_contexts()
 
 
+LONGEST = (
+    "test_training", "test_processes", "test_oracle", "test_model", "test_flash", "test_docs",
+    "test_bucket_runs", "test_mixers", "test_extending", "test_convert", "test_kernel_cycles",
+    "test_evaluators", "test_runs", "test_parametrizations", "test_attention_backends", "test_lab",
+    "test_planned_kernels",
+)  # fmt: skip
+"""The files that take longest, which are run first so that all workers end at the same time."""
+
+
+def pytest_collection_modifyitems(items):
+    rank = {name: i for i, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))
+
+
 def pytest_collection_finish(session):
     """Makes garbage collection rare. Tracing allocates many objects, and a fifth of its time was
     spent looking for garbage among them."""

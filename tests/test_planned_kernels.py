@@ -16,7 +16,6 @@ from transformer.planning import page
 from transformer.planning.bundles import UNITS, Block, KernelCycles, KernelSchedule, head_cycles
 from transformer.planning.model_flops import tile_counts
 
-pytestmark = pytest.mark.xdist_group("planned_kernels")  # for the fixture `planned`
 ROOT = Path(__file__).parent.parent
 LIBTPU = "0.0.42.1"
 FILE = """

@@ -72,6 +72,7 @@ def _source(directory: Path, mesh: Mesh) -> tuple[Mapping, Callable[[str], jax.A
         places = where(run.config.model, flat)
         fetch = lambda name: part(flat[places[name][0]], places[name][1])
         return layer_shapes(run.config.model, flat), fetch
+    check_source(str(directory))
     shapes, read = open_hf(directory)
     return shapes, lambda name: place(read(name), NamedSharding(mesh, PartitionSpec()))
 

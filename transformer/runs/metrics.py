@@ -204,9 +204,8 @@ class Recorder:
     A line also has the mean number of CPU cores of other processes, which may slow the run down."""
 
     def __init__(
-        self, log: MetricsLog, progress: Progress, rates, every: int, window,
-        goodput: Goodput, together=1,
-    ):  # fmt: skip
+        self, log: MetricsLog, progress: Progress, rates, every, window, goodput: Goodput, together
+    ):
         self._log, self._progress, self._rates, self._every = log, progress, rates, every
         self.goodput = goodput
         self._together = {"time/together": together} if together > 1 else {}
