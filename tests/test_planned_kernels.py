@@ -80,9 +80,12 @@ def planned(tmp_path_factory):
     command = [sys.executable, "-m", "transformer", "plan", f"--config={folder / 'small.py'}"]
     command += ["--topology=v5e:2x2", "--arms", "--kernels", f"--json={folder / 'plan.json'}"]
     command += ["--price=1e6"]
+    cache = folder / "cache"
     environment = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}
+    environment["JAX_COMPILATION_CACHE_DIR"] = str(cache)
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr[-2000:]
+    assert not cache.exists(), "JAX cannot load cached programs for absent devices"
     return json.loads((folder / "plan.json").read_text()), done.stdout
 
 

@@ -12,7 +12,7 @@ from transformer.config import MeshConfig, OptimizerConfig
 from transformer.errors import UserError
 from transformer.model.network import build_model
 from transformer.parallel.mesh import make_mesh, use
-from transformer.training.optimizer import build_optimizer
+from transformer.training.optimizer import build_optimizer, schedule
 from transformer.training.state import abstract_state
 
 
@@ -183,6 +183,10 @@ def test_step_functions_compile_once_per_run(run_config, tmp_path, monkeypatch):
     profiled = dataclasses.replace(run_config.train, profile=5)
     loop.train(dataclasses.replace(run_config, train=profiled), tmp_path / "run")
     assert [step._cache_size() for step in steps] == [1, 1]
+    rate = schedule(run_config.optimizer, 12)
+    lines = [line for line in logged_metrics(tmp_path / "run") if "train/loss" in line]
+    expected = [(step, pytest.approx(float(rate(step - 1)))) for step in (4, 8, 12)]
+    assert [(line["step"], line["train/learning_rate"]) for line in lines] == expected
     # The run has 12 steps and ends before the trace of steps 11 to 15, which is saved anyway.
     assert list((tmp_path / "run" / "profile").rglob("*.xplane.pb"))
 
