@@ -45,8 +45,9 @@ ablation-tuned: .venv/installed
 test: .venv/installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	@# A worker runs whole files, so that their tests share what is compiled. XLA may end a worker.
-	@# The worker is then restarted and repeats its test. A test that fails is not repeated.
+	@# A worker runs whole files, so that their tests share what is compiled. A third worker uses the
+	@# time in which others wait for processes. XLA may end a worker. The worker is then restarted and
+	@# repeats its test. A test that fails is not repeated.
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --reruns 1 --only-rerun 'crashed while running'
 
 kernels: .venv/installed-test

@@ -75,6 +75,7 @@ def pytest_collection_modifyitems(items):
 def pytest_collection_finish(session):
     """Makes garbage collection rare. Tracing allocates many objects, and a fifth of its time was
     spent looking for garbage among them."""
+    jnp.zeros(1)  # JAX decides to use its compilation cache, which a plan later disables
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 10, 10)  # the default is 700, 10, 10
@@ -215,7 +216,6 @@ def pytest_sessionfinish(session, exitstatus):
 def isolate_data_home(tmp_path_factory, monkeypatch):
     """Keeps token stores out of the user's cache; the tests of a session share them."""
     monkeypatch.setenv("TRANSFORMER_DATA", str(tmp_path_factory.getbasetemp() / "data"))
-    monkeypatch.setenv("JAX_ENABLE_COMPILATION_CACHE", "1")  # `plan` sets it to 0
 
 
 @pytest.fixture

@@ -341,12 +341,12 @@ def test_every_experiment_file_builds_every_arm(file, isolate_registries):
         model = build_model(config.model)
         optimizer = build_optimizer(config.optimizer, config.train.steps, config.model)
         # Arms that differ in other fields, such as a learning rate, have states of equal shapes.
-        if (key := repr((config.model, config.mesh, config.optimizer.rule))) in built:
-            continue
-        built.add(key)
-        with use(make_mesh(config.mesh)) as mesh:
-            abstract, _ = abstract_state(config, model, optimizer, mesh)
-        assert len(jax.tree.leaves(abstract.params)) > 5
+        key = repr((config.model, config.mesh, config.optimizer.rule, config.train.ema_decay))
+        if key not in built:
+            with use(make_mesh(config.mesh)) as mesh:
+                abstract, _ = abstract_state(config, model, optimizer, mesh)
+            assert len(jax.tree.leaves(abstract.params)) > 5
+            built.add(key)
 
 
 def test_missing_config_file_or_get_config_raises(tmp_path):

@@ -165,7 +165,7 @@ def test_evaluate_runs_tasks(backends, tmp_path, monkeypatch, capsys):
     assert "tasks/animals/acc" in json.loads(lines[-1])
 
 
-def test_tasks_of_the_harness_on_several_processes(tmp_path, monkeypatch):
+def test_tasks_of_the_harness_on_several_processes(tmp_path, monkeypatch, capsys):
     """Each process must build its part of the same batches. Only the first writes results."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
@@ -199,7 +199,8 @@ def test_tasks_of_the_harness_on_several_processes(tmp_path, monkeypatch):
     results = []
     for count in (1, 2):  # one process is this one
         if count == 1:
-            assert main([*command, f"--workdir={run}"]) == 0
+            capsys.readouterr()
+            assert main([*command, f"--workdir={run}"]) == 0 and "choose" in capsys.readouterr().out
         else:
             started = launch(count, run, command=command, stderr=subprocess.PIPE)
             outputs = [process.communicate(timeout=150) for process in started]

@@ -102,7 +102,7 @@ def test_resumes_on_fewer_processes_bitwise(tmp_path, monkeypatch, capsys, kind)
         assert main([*prepare, "--beam=--runner=BundleBasedDirectRunner"]) == 0
         options += shlex.split(capsys.readouterr().out.partition("read it with ")[2])
     assert wait_for_exit(launch(1, tmp_path / "whole", *options))[0] == [0]
-    for count, victim in ((4, 2), (2, 0)) if kind == "text" else ((4, 2),):
+    for count, victim in ((4, 2), (2, 0)):
         before = len(logged_metrics(tmp_path / "parts"))
         started = launch(count, tmp_path / "parts", *options)
         wait_until(lambda before=before: len(logged_metrics(tmp_path / "parts")) > before)

@@ -59,6 +59,7 @@ def start(topology: Topology) -> list:
     """Returns the devices of a machine that you do not have. Call it before JAX's first
     computation. Raises UserError without libtpu or such a topology."""
     jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_enable_compilation_cache", False)  # cached programs could not be loaded
     if not topology.is_tpu:
         with contextlib.suppress(RuntimeError):  # JAX has started: its devices are fixed
             jax.config.update("jax_num_cpu_devices", topology.devices)

@@ -19,7 +19,6 @@ at the chip's published rates, and the time and price of the run, and suggests c
   simulated devices: the collectives and the memory of parameters, optimizer state and inputs are
   those of the machine; temporaries and memory traffic are those of the CPU compiler."""
 
-import os
 import sys
 from pathlib import Path
 
@@ -47,7 +46,6 @@ def arguments(parser) -> None:
 
 
 def run(args, overrides) -> int:
-    os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "0"  # it cannot load programs for absent devices
     from transformer.config_io import load_arms, load_experiment
     from transformer.planning.chips import topology
 
