@@ -163,14 +163,38 @@ def make(config: ModelConfig, seed: int = 0, noise: float = 0.3):
     With these values gains, offsets, biases, gates and tables affect the results. Nothing is
     compiled: compiling the initialization takes longer than the rest of a test.
     """
-    abstract = shapes_of_params(config)
+    abstract, draw = shapes_of_params(config), drawing(config, seed, noise)
+    draw_at = lambda path, x: draw(path[-1].key, x.shape, x.dtype)
+    return build_model(config), jax.tree_util.tree_map_with_path(draw_at, abstract)
+
+
+def drawing(config: ModelConfig, seed: int, noise: float):
+    """Returns draw(name, shape, dtype), which returns the random values of the next parameter."""
     generator = np.random.default_rng(seed)
 
-    def draw(path, x):
-        mean = 1.0 if path[-1].key == "gain" and not config.norm_zero_centered else 0.0
-        return jnp.asarray(mean + noise * generator.standard_normal(x.shape), x.dtype)
+    def draw(name, shape, dtype="float32"):
+        mean = 1.0 if name == "gain" and not config.norm_zero_centered else 0.0
+        return jnp.asarray(mean + noise * generator.standard_normal(shape), dtype)
 
-    return build_model(config), jax.tree_util.tree_map_with_path(draw, abstract)
+    return draw
+
+
+def run_random(config: ModelConfig, *inputs, **options):
+    """Returns (logits, params) of a model with random parameters, as `make` draws them.
+
+    Each parameter is drawn when the model first reads it, so that nothing has to be traced before.
+    """
+    draw = drawing(config, seed=0, noise=0.3)
+
+    def param(module, name, init, *shape_and_dtype):
+        return module.variable("params", name, draw, name, *shape_and_dtype).value
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nn.Module, "param", param)
+        model = build_model(config)
+        run = nn.Module.init_with_output
+        logits, variables = run(model, jax.random.key(0), *inputs, **options)
+    return logits, variables["params"]
 
 
 def init_model(config: ModelConfig, seed: int = 0):

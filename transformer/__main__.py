@@ -5,6 +5,7 @@ print a traceback only if TRANSFORMER_TRACEBACKS=1; all other errors always do."
 
 import contextlib
 import functools
+import gc
 import os
 import signal
 import sys
@@ -18,6 +19,7 @@ from transformer.output import flush, open_closed_streams, suppress_redundant_tr
 
 def run() -> None:
     """Runs the command of `sys.argv` and exits with its code."""
+    gc.set_threshold(50_000, 10, 10)  # imports and traces create many objects and little garbage
     open_closed_streams()
     if not tracebacks():
         suppress_redundant_tracebacks()
