@@ -132,7 +132,7 @@ def test_layers_without_heads_keep_their_indices(tmp_path):
     config = load_config(tmp_path / "run")
     with use(make_mesh(config.mesh)) as mesh:
         trained = load_trained(tmp_path / "run", config, mesh)
-        view = observe_text(trained, mesh, "The assert statement")
+        view = observe_text(trained, "The assert statement")
     (attention_map,) = view.maps
     assert attention_map.layers == [1] and len(attention_map.weights_LxNxTxS) == 1
     assert len(view.lens_L) == 3

@@ -53,21 +53,21 @@ def test_tiles_are_counted_as_the_mask_allows(causal, window, T, S, tile):
 def test_kernels_with_other_loops_are_not_analyzed():
     """A grid of one body: a part that clears, then a loop over a masked tile and a full one."""
     used = [tuple(int(unit == "MXU" and 10 <= a < 20) for unit in UNITS) for a in range(30)]
-    part = lambda start, end, *inner, loop=False: Block(start, end, loop, list(inner))
-    tile_loop = part(9, 21, part(10, 14), part(14, 20), loop=True)
+    part = lambda start, end, *inner: Block(start, end, list(inner))
+    tile_loop = part(9, 21, part(10, 14), part(14, 20))
     body = part(1, 26, part(2, 5), part(9, 21, tile_loop))
     schedule = lambda body: KernelSchedule(
-        part(0, 30, part(0, 28, body, loop=True)), dict.fromkeys(UNITS, 1), used
+        part(0, 30, part(0, 28, body)), dict.fromkeys(UNITS, 1), used
     )
     kinds, sequence, once = head_cycles(schedule(body), 2, 0, 2, 1)
     assert [tile.own for tile in kinds] == [4, 6]
     assert (sequence, once) == (2 * (3 + 10) + 3 + 2 * 4 + 6 + 3 * 2, 0)
-    with_loop = part(1, 26, part(2, 8, part(3, 5, loop=True)), part(9, 21, tile_loop))
+    with_loop = part(1, 26, part(2, 8, part(3, 5)), part(9, 21, tile_loop))
     assert head_cycles(schedule(with_loop), 2, 7, 2, 1)[2] == 4 + 7 * 2
-    third_kind = part(9, 21, part(10, 12), part(12, 14), part(14, 20), loop=True)
+    third_kind = part(9, 21, part(10, 12), part(12, 14), part(14, 20))
     near = part(1, 26, part(2, 5), part(9, 21, third_kind))
     assert head_cycles(schedule(near), 2, 0, 5, 2, 1)[1] == 2 * (3 + 10) + 3 + 7 * 2 + 6 + 8 * 2
-    without_masks = part(1, 26, part(9, 21, part(10, 20, loop=True)))
+    without_masks = part(1, 26, part(9, 21, part(10, 20)))
     for other, chunks in ((part(1, 26), 0), (without_masks, 0), (with_loop, 0), (near, 0)):
         with pytest.raises(ValueError, match="unpack|other loops|shorter|longer"):
             head_cycles(schedule(other), 2, chunks, 2, 1)

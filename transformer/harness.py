@@ -7,7 +7,6 @@ Example:
 
 import dataclasses
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from lm_eval.models.utils import Collator, handle_stop_sequences, normalize_gen_
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import handle_non_serializable, make_table
 
-from transformer.api import load_run
+from transformer.api import AnyRun, load_run
 from transformer.decoding.config import DecodingConfig
 from transformer.decoding.generate import Generator, check_tokenizer
 from transformer.errors import UserError, nearest
@@ -42,7 +41,7 @@ class HarnessLM(TemplateLM):
       max_gen_toks: tokens to generate where a task does not say."""
 
     def __init__(
-        self, run: LoadedRun | str | os.PathLike, batch_size: int | None = None,
+        self, run: AnyRun, batch_size: int | None = None,
         add_bos_token: bool | None = None, max_gen_toks: int = 256,
     ):  # fmt: skip
         super().__init__()
@@ -98,7 +97,6 @@ class HarnessLM(TemplateLM):
     def _generate(self, contexts: Sequence[str], options: dict) -> list[str]:
         """Generates until `options["until"]`, with the harness's names of options."""
         options = normalize_gen_kwargs(dict(options), self.max_gen_toks)
-        until = handle_stop_sequences(options.pop("until", None), eos=None)
         fields = {"max_extra": options["max_gen_toks"], "batch_size": self._batch_size}
         if options["do_sample"] and (temperature := options.get("temperature", 1.0)):
             fields |= {name: options[name] for name in ("top_k", "top_p") if name in options}
@@ -108,7 +106,7 @@ class HarnessLM(TemplateLM):
         with use(run.mesh):
             generator = Generator(config, run.params, run.tokenizer, add_bos=self.add_bos_token)
             texts = generator(contexts)
-        for stop in filter(None, until):
+        for stop in filter(None, handle_stop_sequences(options.get("until"), eos=None)):
             texts = [text.split(stop)[0] for text in texts]
         return texts
 
@@ -124,9 +122,8 @@ def evaluate_tasks(
     manager = TaskManager(include_path=folder, include_defaults=False)
     if not set(tasks) <= set(manager.all_subtasks):
         manager = TaskManager(include_path=folder)  # takes seconds: it reads all built-in tasks
-    for name in tasks:
-        if not manager.match_tasks([name]):
-            raise UserError(f"--tasks: no task {name!r}; {nearest(name, manager.all_tasks)}")
+    for name in [x for x in tasks if not manager.match_tasks([x])]:
+        raise UserError(f"--tasks: no task {name!r}; {nearest(name, manager.all_tasks)}")
     results = simple_evaluate(HarnessLM(run), tasks=list(tasks), task_manager=manager, **options)
     if not is_first():
         return ""

@@ -7,9 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 from matplotlib.figure import Figure
 
 from transformer.checks import plain
@@ -79,9 +77,7 @@ class View(NamedTuple):
     patch: tuple | None = None  # the other text, the tokens of the first stack, and `_patch`
 
 
-def observe_text(
-    trained: LoadedRun, mesh: Mesh, text: str, target="", ablate: bool = False, other: str = ""
-) -> View:
+def observe_text(trained: LoadedRun, text: str, target="", ablate=False, other="") -> View:
     """Runs the model on `text`. An encoder-decoder's decoder reads `target`, or else its own
     output. Also measures the loss without each head, if `ablate` is set, and with the activations
     of the `other` text, if any. Raises UserError without attention weights, language-model head,
@@ -103,7 +99,7 @@ def observe_text(
     read_answer, (segment, cut) = answer, _segment(config, tokenizer, text, answer)
     read = segment.inputs if segment.source is None else segment.source
     batch = assemble([[segment]], len(read), len(segment.inputs))
-    subject = Subject(config, None, "test", mesh)
+    subject = Subject(config, None, "test", trained.mesh)
 
     def observe(params, batch):
         names = ("maps", "heads", "sizes", "streams")
@@ -115,7 +111,7 @@ def observe_text(
             lens.append((*top, token_losses(logits_BxTxV, batch["targets"])))
         return watched, lens, token_losses(head(h_BxTxE), batch["targets"])
 
-    batch = {name: jnp.asarray(x) for name, x in batch.items()}
+    batch = jax.tree.map(jax.numpy.asarray, batch)
     look = subject.program("look", observe)
     watched, lens, losses_BxT = jax.device_get(look(trained.params, batch))
     pieces = lambda ids: [tokenizer.piece(int(i)) for i in ids]
@@ -222,10 +218,9 @@ def _profile(view: View, size: str, label: str) -> Figure:
     """Returns a figure of the sizes of each sublayer by layer."""
     layers = sorted({layer for sizes in view.sizes.values() for layer in sizes["layer"]})
     figure, axes = new_figure(3.2, xlabel="layer", ylabel=label, xticks=layers)
-    styles_of = styles(list(view.sizes))
-    for name, sizes in view.sizes.items():
-        look = {"linewidth": 1.5, "markersize": 4.5} | styles_of[name]
-        axes.plot(sizes["layer"], sizes[size], label=name.replace("_", "-"), **look)
+    for name, style in styles(list(view.sizes)).items():
+        xs, ys = view.sizes[name]["layer"], view.sizes[name][size]
+        axes.plot(xs, ys, label=name.replace("_", "-"), linewidth=1.5, markersize=4.5, **style)
     axes.set_ylim(bottom=0)
     axes.legend(frameon=False, fontsize=8)
     return figure

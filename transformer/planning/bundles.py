@@ -27,7 +27,6 @@ class Block:
 
     start: int  # the address of its first bundle
     end: int
-    is_loop: bool
     inner: list["Block"] = dataclasses.field(default_factory=list)  # the blocks in it, in order
 
     @property
@@ -79,12 +78,12 @@ def read(folder: Path, kernel: str) -> KernelSchedule:
     (utilization,) = folder.glob(f"*{kernel}*-final_hlo-static-per-bundle-utilization.txt")
     lines = utilization.read_text().splitlines()
     capacity, *used = [tuple(map(int, x.split())) for x in lines if re.fullmatch(r"[\d ]+", x)]
-    root = Block(0, len(used), False)
-    for start, end, is_loop in sorted(_blocks(bundles.read_text()), key=lambda b: (b[0], -b[1])):
+    root = Block(0, len(used))
+    for start, end in sorted(_blocks(bundles.read_text()), key=lambda block: (block[0], -block[1])):
         parent = root
         while around := [x for x in parent.inner if x.start <= start and end <= x.end]:
             parent = around[0]
-        parent.inner.append(Block(start, end, is_loop))
+        parent.inner.append(Block(start, end))
     return KernelSchedule(root, dict(zip(UNITS, capacity, strict=True)), used)
 
 
@@ -113,8 +112,8 @@ def head_cycles(
     return tile_loop.inner, total, of_head
 
 
-def _blocks(text: str) -> list[tuple[int, int, bool]]:
-    """Returns (start, end, whether it is a loop) of all blocks, from branches and their targets."""
+def _blocks(text: str) -> list[tuple[int, int]]:
+    """Returns (start, end) of all blocks, from branches and their targets."""
     address, starts, branches = 0, {}, []
     for line in text.splitlines():
         if match := re.match(r"\s*(0x[0-9a-f]+|0)\s.*?:", line):
@@ -122,11 +121,6 @@ def _blocks(text: str) -> list[tuple[int, int, bool]]:
         for region in re.findall(r"Start(?:/End empty)? region (\d+)", line):
             starts[region] = address
         branches += [(address, target) for target in re.findall(r"sbr\.rel .*?\$region(\d+)", line)]
-    blocks = []
-    for branch, target in branches:
-        after, at = branch + DELAY, starts.get(target)
-        if at is not None and at > after:
-            blocks.append((after, at, False))
-        elif at is not None and at < branch:
-            blocks.append((at, after, True))
-    return blocks
+    known = [(branch, branch + DELAY, starts[x]) for branch, x in branches if x in starts]
+    conditional = [(after, at) for _, after, at in known if at > after]
+    return conditional + [(at, after) for branch, after, at in known if at < branch]  # and loops

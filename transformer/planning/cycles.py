@@ -13,7 +13,6 @@ import pickle
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 
 import jax
@@ -66,11 +65,11 @@ def _kernels(config: Experiment, devices: list, folder: Path, done: dict) -> lis
 
 
 def measure(
-    file: str, overrides: Mapping[str, str], machine: str, slices: int = 1, arms: bool = False
+    file: str, overrides: dict[str, str], machine: str, slices: int = 1, arms: bool = False
 ) -> dict[str, list[KernelCycles]]:
     """Returns arm -> the attention kernels of its training step; without `arms`, "" -> kernels."""
     with tempfile.TemporaryDirectory() as folder:
-        request = json.dumps([file, dict(overrides), machine, slices, arms, folder])
+        request = json.dumps([file, overrides, machine, slices, arms, folder])
         child = [sys.executable, "-m", "transformer.planning.cycles", request]
         flags = {"LIBTPU_INIT_ARGS": dump_flags(Path(folder) / "schedules")}
         ended = subprocess.run(child, env=os.environ | flags, capture_output=True, text=True)

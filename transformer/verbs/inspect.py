@@ -53,8 +53,8 @@ def run(args, overrides) -> int:
             text = ask("text: ") if sys.stdin.isatty() else "\n".join(read_lines("-"))
         except EOFError:  # Ctrl-D
             text = ""
-    with use(trained.mesh) as mesh:
-        view = inspection.observe_text(trained, mesh, text, args.target, args.ablate, args.patch)
+    with use(trained.mesh):
+        view = inspection.observe_text(trained, text, args.target, args.ablate, args.patch)
     about, start = [f"Step {trained.step:,} of {trained.workdir}."], textwrap.shorten(text, 60)
     title = f"Token losses, predictions and attention of {buckets.shown(args.workdir)} on: {start}"
     write_atomic(output, inspection.page(view, title, about))
