@@ -46,9 +46,7 @@ SIZES = ("parameters", "flops")  # the facts that are matched by adjusting d_ff
 CLOSE = 0.01
 """Relative tolerance of matched arms, within which the other fact of SIZES needs no declaration."""
 
-IN_PROGRAMS = (
-    "model", "train.label_smoothing", "train.z_loss", "train.accumulate", "train.ema_decay",
-)  # fmt: skip
+IN_PROGRAMS = "model train.label_smoothing train.z_loss train.accumulate train.ema_decay".split()
 """Config sections and fields whose effect appears in the lowered programs."""
 
 NOT_IN_PROGRAMS = ("max_length", "pipeline_microbatches", "pipeline_rounds", "_id")
@@ -133,7 +131,17 @@ def check(sweep: Sweep, configs: Configs, facts: Mapping[str, Facts]) -> None:
     """Raises UserError if arms are not comparable: two have equal configs or programs and neither
     is a control; the primary metric depends on the tokenizer, which differs; arms differ in an
     undeclared fact; or a declaration or control is invalid."""
-    _check_twins(sweep, configs, facts)
+    twin_of = twins(configs, {arm: (fact.parameters, fact.flops) for arm, fact in facts.items()})
+    for arm, first in [x for x in twin_of.items() if not sweep.controls.keys() & {*x}]:
+        relation = "are the same experiment"
+        if configs[arm] != configs[first]:
+            fields = ", ".join(different_fields(configs[arm], configs[first]))
+            relation = f"differ in {fields}, but build the same programs"
+        problem = f"{relation}, so their runs would be bitwise identical"
+        way_out = f'remove one, or declare it a control: Sweep(..., controls={{{arm!r}: "why"}})'
+        raise UserError(f"sweep: arms {first!r} and {arm!r} {problem}; {way_out}")
+    if alone := [x for x in sweep.controls if x not in (*twin_of.keys(), *twin_of.values())]:
+        raise UserError(f"sweep: controls: {alone[0]!r} matches no other arm; remove it")
     usual = facts[sweep.baseline].tokenizer
     retokenized = [arm for arm, fact in facts.items() if fact.tokenizer != usual]
     in_tokens = kind(sweep.metric, configs[sweep.baseline].objective.predicts_tokens).of_tokens
@@ -149,27 +157,9 @@ def check(sweep: Sweep, configs: Configs, facts: Mapping[str, Facts]) -> None:
     if lines := undeclared(sweep, facts):
         name = lines[0].partition(":")[0]
         hint = f"; or match the sizes: match={name!r}" if name in SIZES and not sweep.match else ""
-        raise UserError(
-            f"sweep: arms differ in undeclared properties: {'; '.join(lines)}; if the difference "
-            f'is intended, give the reason: Sweep(..., declared={{{name!r}: "..."}}){hint}'
-        )
-
-
-def _check_twins(sweep: Sweep, configs: Configs, facts: Mapping[str, Facts]) -> None:
-    twin_of = twins(configs, {arm: (fact.parameters, fact.flops) for arm, fact in facts.items()})
-    for arm, first in twin_of.items():
-        if sweep.controls.keys() & {arm, first}:
-            continue
-        relation = "are the same experiment"
-        if configs[arm] != configs[first]:
-            fields = ", ".join(different_fields(configs[arm], configs[first]))
-            relation = f"differ in {fields}, but build the same programs"
-        problem = f"{relation}, so their runs would be bitwise identical"
-        way_out = f'remove one, or declare it a control: Sweep(..., controls={{{arm!r}: "why"}})'
-        raise UserError(f"sweep: arms {first!r} and {arm!r} {problem}; {way_out}")
-    for arm in sweep.controls:
-        if arm not in (*twin_of.keys(), *twin_of.values()):
-            raise UserError(f"sweep: controls: {arm!r} matches no other arm; remove it")
+        problem = f"arms differ in undeclared properties: {'; '.join(lines)}"
+        way_out = f'give the reason: Sweep(..., declared={{{name!r}: "..."}}){hint}'
+        raise UserError(f"sweep: {problem}; if the difference is intended, {way_out}")
 
 
 def twins(configs: Configs, alike: Mapping[str, object]) -> dict[str, str]:

@@ -26,20 +26,17 @@ def judge(
 ) -> tuple[Verdict, list[Section]]:
     """Returns the verdict on runs (of a tuned sweep, on the tuned arms; of a ladder, with a compute
     multiplier first), and the sections on tuning and scaling."""
-
-    def verdict_of(folder: Path | None) -> Verdict:
-        read = results.read([folder] if folder else folders, metric, baseline, higher_is_better)
-        return derive_verdict(read._replace(folders=tuple(folders)))
-
+    read = lambda these: results.read(these, metric, baseline, higher_is_better)
+    verdict_of = lambda these: derive_verdict(read(these)._replace(folders=tuple(folders)))
     more, tuned = [], folders[0] / "tuned"
     if len(folders) == 1 and any(tuned.glob("*/seed-*/metrics.jsonl")):
-        study, verdict = load_study(folders[0]), verdict_of(tuned)
-        untuned = verdict_of(None) if any(run.folder.exists() for run in study.runs) else None
+        study, verdict = load_study(folders[0]), verdict_of([tuned])
+        untuned = verdict_of(folders) if any(run.folder.exists() for run in study.runs) else None
         tuning = Tuning(study.sweep, search(study)[0], verdict, untuned)
         doubts, added, more = tuning.doubts, tuning.sentences, [tuning.section()]
         lead = f"With each arm tuned{' (some optima are uncertain)' * bool(doubts)}: "
     else:
-        verdict, doubts, added = verdict_of(None), [], []
+        verdict, doubts, added = verdict_of(folders), [], []
         lead = "Without tuning: " if (study := verdict.results.study) and study.sweep.tune else ""
     answer, *rest = verdict.sentences
     if lead:
@@ -155,10 +152,9 @@ def _texts(results: Results) -> list[str]:
         lines.append("Arms are tested on different texts, as the sweep varies or declares.")
     objectives = {str(run.data("objective")) for run in results.runs}
     if len(objectives) > 1 and kind(sweep.metric, results.predicts_tokens).of_tokens:
-        lines.append(
-            f"Arms have different objectives ({', '.join(sorted(objectives))}), "
-            f"so {sweep.metric} is not measured on the same tokens in all arms."
-        )
+        tokens = f"{sweep.metric} is not measured on the same tokens in all arms"
+        names = ", ".join(sorted(objectives))
+        lines.append(f"Arms have different objectives ({names}), so {tokens}.")
     excluded = {}
     for arm in results.arms.values():
         left_out = [x for run in arm.runs.values() if (x := run.tested.get("left_out"))]
@@ -193,14 +189,12 @@ def provenance(results: Results) -> list[tuple[str, str]]:
     devices = [run.manifest.get("devices") or [] for run in runs]
     examples, digest = (runs[0].data("test", key) or "?" for key in ("examples", "sha256"))
     return [
-        ("", ""),
-        *pairs,
-        ("code", f"{code}; commit {commits}"),
+        ("", ""), *pairs, ("code", f"{code}; commit {commits}"),
         ("versions", f"Python {', '.join(recorded('python'))}; {packages}"),
         ("devices", joined({f"{len(names)} x {[*names, '?'][0]}" for names in devices})),
         ("tested on", f"{examples} examples, sha256 {str(digest)[:16]}"),
         ("tokenizer", joined({str(run.data("tokenizer_sha256") or "?")[:16] for run in runs})),
-    ]
+    ]  # fmt: skip
 
 
 def reproduction_commands(results: Results) -> str:

@@ -11,11 +11,6 @@ from transformer.lab.multipliers import Estimate, Points, Scaling, fit_all, prof
 from transformer.lab.page import Section, Table
 from transformer.lab.results import Results
 
-CAPTION = (
-    "Validation loss at the end of each decay against training FLOPs. Lines: the lowest loss for a "
-    "budget by each arm's law. Hollow: the size that is held out of the fit."
-)
-
 
 def section(results: Results) -> Section:
     """Returns the section on a ladder, which is empty for other sweeps."""
@@ -45,7 +40,9 @@ def section(results: Results) -> Section:
     for name, x in points.items():
         columns = np.stack([x.N, x.D, x.C, x.loss], -1).tolist()
         rows += [[name, *run, *y] for run, ys in zip(x.runs, columns, strict=True) for y in ys]
-    figures = {"scaling": (CAPTION, _figure(points, scaling, held))} if points else {}
+    caption = "Validation loss at the end of each decay against training FLOPs. Lines: the lowest "
+    caption += "loss for a budget by each arm's law. Hollow: the size that is held out of the fit."
+    figures = {"scaling": (caption, _figure(points, scaling, held))} if points else {}
     return Section("Scaling", sentences, figures, tables, csv={"scaling": rows})
 
 
@@ -80,10 +77,9 @@ def _sentence(scaling: Scaling, arm: str, first: float, last: float) -> str:
         return text + f"{_spell(k)}."
     needs = Estimate(1 / k.value, 1 / k.high, 1 / k.low)
     differs = lambda x: x.low > 1 or x.high < 1
-    line = (
-        f"At {last:.1e} FLOPs, {arm} needs {_spell(needs)} times the compute of {scaling.baseline} "
-        f"for equal loss (95 % interval){'' if differs(k) else '; no detectable difference'}."
-    )
+    unclear = "" if differs(k) else "; no detectable difference"
+    line = f"At {last:.1e} FLOPs, {arm} needs {_spell(needs)} times the compute of "
+    line += f"{scaling.baseline} for equal loss (95 % interval){unclear}."
     trend = f"{arm} {'gains' if change.value > 1 else 'loses'} with scale"
     line += f" From {first:.1e} to {last:.1e} FLOPs, k changes by the factor {_spell(change)}"
     line += f": {trend if differs(change) else 'no detectable change'}."

@@ -14,7 +14,7 @@ import dataclasses
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -180,25 +180,21 @@ def tuning_seeds(sweep: Sweep) -> tuple[int, ...]:
 
 def stages(study: Study) -> Iterator[Study]:
     """Yields the studies of a sweep, itself last. Each must finish before the next is requested."""
-    while study.sweep.tune:
+    sweep = study.sweep
+    while sweep.tune:
         curves, trials = search(study)
-        if len(curves) == len(study.configs) * len(study.sweep.tune):
+        if len(curves) == len(study.configs) * len(sweep.tune):
             optima = {x.arm: {**x.setting, x.number.field: x.optimum} for x in curves}
             configs = {arm: changed(config, optima[arm]) for arm, config in study.configs.items()}
-            yield _part(study, "tuned", study.sweep, configs, study.facts)
+            yield _part(study, "tuned", sweep, configs, study.facts)
             break
-        yield _tuning_study(study, trials)
+        points = [Point(x.name, {**sweep.arms[x.arm], **x.numbers}) for x in trials]
+        question = f"Which {' and '.join(x.name for x in sweep.tune)} is best for each arm?"
+        tuning = Sweep(Grid(points), question, seeds=tuning_seeds(sweep), metric=METRIC)
+        configs = {x.name: changed(study.configs[x.arm], x.numbers) for x in trials}
+        facts = {x.name: study.facts[x.arm] for x in trials}
+        yield _part(study, "tuning", tuning, configs, facts)
     yield study
-
-
-def _tuning_study(study: Study, trials: Sequence[Trial]) -> Study:
-    sweep, named = study.sweep, {trial.name: trial for trial in trials}
-    points = [Point(x.name, {**sweep.arms[x.arm], **x.numbers}) for x in trials]
-    question = f"Which {' and '.join(x.name for x in sweep.tune)} is best for each arm?"
-    tuning = Sweep(Grid(points), question, seeds=tuning_seeds(sweep), metric=METRIC)
-    configs = {name: changed(study.configs[x.arm], x.numbers) for name, x in named.items()}
-    facts = {name: study.facts[x.arm] for name, x in named.items()}
-    return _part(study, "tuning", tuning, configs, facts)
 
 
 def _part(study: Study, name: str, sweep: Sweep, configs, facts) -> Study:

@@ -5,7 +5,7 @@ import math
 from transformer.output import columns, count, human_count, human_time, human_tokens, with_unit
 from transformer.parallel.sharding import batch_parts, format_bytes
 from transformer.planning.hlo import largest
-from transformer.planning.plan import Part, Plan, name_of
+from transformer.planning.plan import Plan, name_of
 from transformer.planning.roofline import Roofline
 from transformer.sweeps import Sweep
 
@@ -95,18 +95,16 @@ def page(plan: Plan) -> str:
     """Returns the memory, times and collectives of every program, and what would make it fit."""
     config, topology, chip = plan.config, plan.topology, plan.topology.chip
     sizes = [f"{axis} {size}" for axis, size in plan.mesh.items() if size > 1]
-    lines = [
-        f"machine     {topology}: {topology.chips} x {chip.title}"
-        + (f", {format_bytes(chip.hbm)} each" if chip.hbm else "")
-        + (f", {chip.devices} devices per chip" if chip.devices > 1 else ""),
-        f"mesh        {' x '.join(sizes) or 'one device'}",
-        *["compiled    for simulated devices: temporaries and HBM traffic are the CPU compiler's"]
-        * (not topology.is_tpu),
-        f"model       {plan.parameters:,} parameters, "
-        f"{with_unit(plan.model_flops / plan.tokens, 'FLOPs')} per token in training",
-        f"batch       {plan.tokens:,} tokens; {config.train.steps:,} steps are "
-        f"{human_tokens(plan.tokens * config.train.steps)} tokens",
-    ]
+    memory = f", {format_bytes(chip.hbm)} each" if chip.hbm else ""
+    memory += f", {chip.devices} devices per chip" if chip.devices > 1 else ""
+    simulated = "simulated devices: temporaries and HBM traffic are the CPU compiler's"
+    flops = with_unit(plan.model_flops / plan.tokens, "FLOPs")
+    steps = f"{config.train.steps:,} steps are {human_tokens(plan.tokens * config.train.steps)}"
+    lines = [f"machine     {topology}: {topology.chips} x {chip.title}{memory}"]
+    lines.append(f"mesh        {' x '.join(sizes) or 'one device'}")
+    lines += [f"compiled    for {simulated}"] * (not topology.is_tpu)
+    lines.append(f"model       {plan.parameters:,} parameters, {flops} per token in training")
+    lines.append(f"batch       {plan.tokens:,} tokens; {steps} tokens")
     if plan.parts.keys() & {"prefill", "decode"}:
         length = config.model.max_length
         sequences = config.decoding.batch_size * config.decoding.beam_size
@@ -119,10 +117,13 @@ def page(plan: Plan) -> str:
     lines += ["", *_memory(plan)]
     if any(part.roofline and part.roofline.seconds for part in plan.parts.values()):
         lines += ["", *_times(plan)]
-    if plan.train:
+    if train := plan.train:
         place = "slice" if topology.is_tpu else "host"
-        lines += ["", *_collectives(plan.train.roofline, place)] if plan.train.roofline else []
-        lines += ["", *buffers] if (buffers := _buffers(plan.train)) else []
+        lines += ["", *_collectives(train.roofline, place)] if train.roofline else []
+        buffers = largest(train.compiled.program) if train.compiled else train.too_large.buffers[:8]
+        lines += ["", "largest buffers of a training step"] if buffers else []
+        for size, shape, source in buffers:
+            lines.append(f"  {format_bytes(size):>10}  {shape:<28} {name_of(source)[-90:]}")
     for name, part in plan.parts.items():
         if not plan.fits_in(part):
             sizes = f"{format_bytes(part.peak)} of {format_bytes(plan.room)} per device"
@@ -146,11 +147,8 @@ def _memory(plan: Plan) -> list[str]:
     rows = [["memory per device", *plan.parts]]
     size = lambda part, kind: format_bytes(part.memory[kind]) if kind in part.memory else ""
     rows += [[f"  {x}", *(size(part, x) for part in plan.parts.values())] for x in kinds]
-
-    def share(part: Part) -> str:
-        of_room = f" ({part.peak / plan.room:.0%})" if plan.room else ""
-        return format_bytes(part.peak) + (" (!)" if part.too_large else of_room)
-
+    of_room = lambda part: f" ({part.peak / plan.room:.0%})" if plan.room else ""
+    share = lambda part: format_bytes(part.peak) + (" (!)" if part.too_large else of_room(part))
     if any(part.too_large for part in plan.parts.values()):
         other = lambda part: format_bytes(max(part.peak - sum(part.memory.values()), 0))
         cells = [other(part) if part.too_large else "" for part in plan.parts.values()]
@@ -206,14 +204,6 @@ def _collectives(roof: Roofline, place: str) -> list[str]:
     if not any(row[-1] for row in rows[1:]):
         rows = [row[:-1] for row in rows]
     return table(rows) if roof.traffic else ["no collectives between devices"]
-
-
-def _buffers(part: Part) -> list[str]:
-    buffers = largest(part.compiled.program) if part.compiled else part.too_large.buffers[:8]
-    lines = ["largest buffers of a training step"] if buffers else []
-    for size, shape, source in buffers:
-        lines.append(f"  {format_bytes(size):>10}  {shape:<28} {name_of(source)[-90:]}")
-    return lines
 
 
 def table(rows: list[list[str]]) -> list[str]:

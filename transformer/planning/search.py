@@ -47,10 +47,13 @@ def search(
             reasons[f"parameters, gradients and optimizer take {part}"] += 1
             continue
         for index, (remat, times) in list(enumerate(LADDER))[rung:]:
-            if (changed := _with_layout(config, mesh, remat, times)) is None:
+            accumulate = config.train.accumulate * times
+            if config.data.batch_size % (accumulate * batch_parts(mesh)):
                 size_field = f"data.batch_size: {config.data.batch_size}"
                 reasons[f"{size_field} is not divisible by the devices"] += 1
                 continue
+            base = config.on(dataclasses.replace(config.mesh, **mesh))
+            changed = apply_overrides(base, {"model.remat": remat, "train.accumulate": accumulate})
             if held + _kept_bytes(changed, mesh) > room:
                 reasons["the layers keep too much for the backward pass"] += 1
                 continue
@@ -78,8 +81,7 @@ def page(plans: list[Plan]) -> str:
     bounds = ["step at least", "bound by", "MFU at most", *["price at least"] * priced]
     rows = [["", "mesh, remat, micro-batches", "peak memory", *bounds]]
     for number, plan in enumerate(plans, 1):
-        share = format_bytes(plan.train.peak)
-        share += f" ({plan.train.peak / plan.room:.0%})" if plan.room else ""
+        share = f"{format_bytes(plan.train.peak)} ({plan.train.peak / plan.room:.0%})"
         results = ["" if plan.fits else "does not fit", "", ""]
         if plan.fits and plan.step:
             bound = plan.train.roofline.bound if plan.topology.is_tpu else ""
@@ -107,14 +109,6 @@ def _meshes(config: Experiment, topology: Topology) -> Iterator[dict[str, int]]:
         data = across * copies
         if left % (tensor * data) == 0 and heads % tensor == 0:
             yield {"data": data, "fsdp": left // (tensor * data), "tensor": tensor} | fixed
-
-
-def _with_layout(config: Experiment, mesh: dict, remat: str, times: int) -> Experiment | None:
-    accumulate = config.train.accumulate * times
-    if config.data.batch_size % (accumulate * batch_parts(mesh)):
-        return None
-    config = config.on(dataclasses.replace(config.mesh, **mesh))
-    return apply_overrides(config, {"model.remat": remat, "train.accumulate": accumulate})
 
 
 def _stacks(config: Experiment, mesh: dict[str, int]) -> Iterator[tuple[str, ModelConfig, float]]:
