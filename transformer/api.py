@@ -25,10 +25,9 @@ AnyRun = LoadedRun | str | os.PathLike  # a loaded run, or its directory
 
 
 def train(
-    experiment: str | Mapping | Experiment,
-    workdir: str | os.PathLike,
+    experiment: str | Mapping | Experiment, workdir: str | os.PathLike,
     overrides: Mapping[str, Any] = NOTHING,
-) -> LoadedRun:
+) -> LoadedRun:  # fmt: skip
     """Trains an experiment in `workdir`, or resumes its run, and loads the result.
 
     Args:
@@ -46,8 +45,7 @@ def train(
     cache_compiled_programs()
     with buckets.closing():
         train_in(config, workdir)
-    mesh_fields = {f"mesh.{name}": size for name, size in to_mapping(config.mesh).items()}
-    return load_run(workdir, mesh_fields)
+    return load_run(workdir, {f"mesh.{name}": x for name, x in to_mapping(config.mesh).items()})
 
 
 def load_run(workdir: str | os.PathLike, overrides: Mapping[str, Any] = NOTHING) -> LoadedRun:
@@ -58,13 +56,12 @@ def load_run(workdir: str | os.PathLike, overrides: Mapping[str, Any] = NOTHING)
     processes, the run's. Raises UserError (a ValueError) if there is no run, it has no undamaged
     checkpoint, or another field is changed."""
     workdir = buckets.open_folder(workdir)
-    settable = {"decoding", "mesh", "platform", "seed"}
+    allowed = {"decoding", "mesh", "platform", "seed", "data.eval_overlap"}
     if is_converted(workdir):
-        settable.add("data")
-    for key in overrides:
-        if key.split(".")[0] not in settable and key != "data.eval_overlap":
-            way_out = "set only decoding, mesh, platform, seed and data.eval_overlap"
-            raise UserError(f"{key}: a trained run keeps its config; {way_out}")
+        allowed.add("data")
+    for key in [x for x in overrides if not {x, x.split(".")[0]} & allowed]:
+        way_out = "set only decoding, mesh, platform, seed and data.eval_overlap"
+        raise UserError(f"{key}: a trained run keeps its config; {way_out}")
     config = apply_overrides(load_config(workdir), overrides)
     cache_compiled_programs()
     is_set = start_processes() or any(key.startswith("mesh") for key in overrides)

@@ -39,9 +39,7 @@ def refuse_without_effect(section: str, config, effects: tuple[Effect, ...], arg
     """Raises UserError for a field without effect that is set in the constructor's `arguments`,
     unless its value is the default or that of `config.resolved` (field -> value)."""
     resolved = getattr(config, "resolved", {})
-    for effect in effects:
-        if effect.when(config):
-            continue
+    for effect in (x for x in effects if not x.when(config)):
         for name in effect.fields:
             *parents, last = name.split(".")
             holder = functools.reduce(getattr, parents, config)
@@ -180,10 +178,9 @@ def _frozen(value):
 
 
 def _type_name(option) -> str:
-    origin = typing.get_origin(option) or option
     names = {FrozenDict: "a mapping, {'name': ...}", tuple: "a list, (..., ...)"}
     names |= {str: "text", float: "a number", type(None): "None"}
-    return names.get(origin, getattr(option, "__name__", str(option)))
+    return names.get(typing.get_origin(option) or option, getattr(option, "__name__", str(option)))
 
 
 def plain(value):

@@ -134,9 +134,7 @@ def load_installed() -> None:
 def save_plugins(folder: Path, settings) -> None:
     """Copies files that `settings` name to `folder/plugins`. Raises UserError if one changed."""
     used = set(jax.tree.leaves(settings))
-    for file, names in _files.values():
-        if not names & used:
-            continue
+    for file in [x for x, names in _files.values() if names & used]:
         copy = folder / "plugins" / file.name
         if copy.exists() and copy.read_bytes() != file.read_bytes():
             problem = f"{file} has changed since it was copied to {copy}"
@@ -148,18 +146,15 @@ def save_plugins(folder: Path, settings) -> None:
 
 def load_plugins(folder: Path) -> None:
     """Imports the files in `folder/plugins`, unless this process has already imported them."""
-    for file in sorted((folder / "plugins").glob("*.py")):
-        if _hash(file) in _files:
-            continue
+    for file in (x for x in sorted((folder / "plugins").glob("*.py")) if _hash(x) not in _files):
         spec = importlib.util.spec_from_file_location(f"plugin_{_hash(file)[:12]}", file)
         try:
             module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(module)
         except UserError:
-            for other, _ in _files.values():
-                if other.name == file.name:
-                    problem = f"{other} has changed since it was copied to {file}"
-                    raise UserError(f"{problem}; restore it, or choose another directory") from None
+            for other in (x for x, _ in _files.values() if x.name == file.name):
+                problem = f"{other} has changed since it was copied to {file}"
+                raise UserError(f"{problem}; restore it, or choose another directory") from None
             raise
         except Exception as e:
             problem = f"{file}: cannot be imported ({type(e).__name__}: {e})"

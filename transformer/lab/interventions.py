@@ -5,7 +5,6 @@ patching replaces the residual stream after one layer, at one token, by that of 
 text (Meng et al. 2022, arXiv:2202.05262). Suffixes: B batch, T length, L layers, N heads."""
 
 import functools
-from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -18,14 +17,14 @@ from transformer.model.layout import flatten, unflatten, where
 from transformer.model.stack import Layer
 
 
-def _losses(subject: Subject, params, batch: Mapping) -> jax.Array:
+def _losses(subject: Subject, params, batch: dict) -> jax.Array:
     """Returns the mean loss of each sequence's targets, in nats, [B]."""
     (h_BxTxE, head), _, read = subject.watch(params, batch)
     losses_BxT = token_losses(head(h_BxTxE), read["targets"]) * read["weights"]
     return jnp.sum(losses_BxT, axis=1) / jnp.sum(read["weights"], axis=1)
 
 
-def ablated(subject: Subject, params, batch: Mapping, name: str, layers: list[int]) -> np.ndarray:
+def ablated(subject: Subject, params, batch: dict, name: str, layers: list[int]) -> np.ndarray:
     """Returns the loss of the first sequence without each head of a sublayer, such as "decoder
     self_attention", [L, N]. A head's part of W_O is 0. In differential attention, a head is a
     pair. Raises UserError if the attention has no W_O."""
@@ -34,16 +33,15 @@ def ablated(subject: Subject, params, batch: Mapping, name: str, layers: list[in
     if name.format(layers[0]) not in places:
         raise UserError("--ablate: model.attention_out=False leaves no output to ablate")
     run = subject.program("losses of sequences", functools.partial(_losses, subject))
-
-    def without_each_head(path: str, index: tuple[int, ...]) -> list[float]:
+    losses_LxN = []
+    for path, index in (places[name.format(layer)] for layer in layers):
         heads = range(flat[path].shape[len(index)])
         changed = (flat | {path: flat[path].at[(*index, head)].set(0.0)} for head in heads)
-        return [float(run(unflatten(x), batch)[0]) for x in changed]
+        losses_LxN.append([float(run(unflatten(x), batch)[0]) for x in changed])
+    return np.array(losses_LxN)
 
-    return np.array([without_each_head(*places[name.format(layer)]) for layer in layers])
 
-
-def patched(subject: Subject, params, batch: Mapping, side: str) -> tuple[np.ndarray, np.ndarray]:
+def patched(subject: Subject, params, batch: dict, side: str) -> tuple[np.ndarray, np.ndarray]:
     """Returns the losses of two sequences, [2], and that of the first with the residual stream of
     the second after each layer of the stack `side`, at each token, [L, T]."""
 

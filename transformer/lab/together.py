@@ -57,9 +57,8 @@ def train_together(configs: Sequence[Experiment], workdirs: Sequence[Path]) -> l
         raise ValueError("these runs differ in more than numbers")
     folder = workdirs[0].parent
     with disk_errors(folder), use(start(config.platform, one)) as mesh, locked(workdirs):
-        together, pairs = len(configs), zip(configs, workdirs, strict=True)
-        first = lambda folder: folder == workdirs[0]
-        runs = [begin(c, w, mesh, together=together, prints=first(w)) for c, w in pairs]
+        pairs, count = zip(configs, workdirs, strict=True), len(configs)
+        runs = [begin(c, w, mesh, together=count, prints=w == workdirs[0]) for c, w in pairs]
         if len({run.step for run in runs}) > 1:
             raise ValueError("these runs are at different steps")
         for run in runs:
@@ -154,9 +153,8 @@ def make_step(config: Experiment, mesh: Mesh, over: Mesh):
 
     def step_one(numbers, state, batch):
         traced = copy.copy(config.optimizer)  # unchecked: the checks cannot read traced numbers
-        for field, number in numbers.items():
-            if field.startswith("optimizer."):
-                object.__setattr__(traced, field.partition(".")[2], number)
+        for field in (x for x in numbers if x.startswith("optimizer.")):
+            object.__setattr__(traced, field.partition(".")[2], numbers[field])
         optimizer = build_optimizer(traced, config.train.steps, config.model)
         others = {"seed": numbers["seed"], "dropout_rate": numbers.get("model.dropout")}
         step = training_step(config, build_model(config.model), optimizer, mesh, **others)

@@ -7,7 +7,6 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Iterator
 
 SIZES = {
     "pred": 1, "s4": 0.5, "u4": 0.5, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2,
@@ -16,9 +15,7 @@ SIZES = {
 }  # fmt: skip
 """Bytes per element of each HLO type."""
 
-_MOVES = {
-    "bitcast", "copy", "tuple", "opt-barrier", "reshape", "transpose", "copy-start", "slice-start",
-}  # fmt: skip
+_MOVES = set("bitcast copy tuple opt-barrier reshape transpose copy-start slice-start".split())
 """Opcodes that only move or reshape their operand, besides those that end in "-done"."""
 
 _FORWARDS = {"tuple", "while", "get-tuple-element", "bitcast", "conditional", "call", "opt-barrier"}
@@ -103,7 +100,7 @@ class HloProgram:
         """Every instruction with its computation, how often it runs, and whether it is fused."""
         return list(self._visit(self.entry, 1.0, False))
 
-    def _visit(self, name: str, times: float, fused: bool) -> Iterator:
+    def _visit(self, name: str, times: float, fused: bool):
         computation = self.computations[name]
         for op in computation.values():
             yield op, computation, times, fused
@@ -126,8 +123,7 @@ class HloProgram:
         if match := re.search(r"known_trip_count[^0-9]*(\d+)", loop.attributes):
             return int(match.group(1))
         condition, body = (self.computations[loop.called(kind)] for kind in ("condition", "body"))
-        constants = [op for op in condition.values() if op.opcode == "constant"]
-        bounds = [op for op in constants if re.fullmatch(r"\d+", op.literal)]
+        bounds = [x for x in condition.values() if x.opcode == "constant" and x.literal.isdecimal()]
         if not bounds:
             return 1
         bound = max(bounds, key=lambda op: int(op.literal))
@@ -197,10 +193,9 @@ def kept(program: HloProgram) -> float:
         if len(passes) < 2:
             return 0.0
         sizes: dict[str, float] = {}
-        for op in computation.values():
-            if "transpose(" in op.source:
-                for name in op.operands:
-                    _origins(name, computation, program, sizes)
+        for op in (x for x in computation.values() if "transpose(" in x.source):
+            for name in op.operands:
+                _origins(name, computation, program, sizes)
         return sum(sizes.values())
 
     bodies = {op.called("body") for op, *_ in program.runs if op.opcode == "while"}
@@ -245,12 +240,10 @@ def largest(program: HloProgram, max_arrays: int = 8) -> list[tuple[float, str, 
     for op, computation, _, fused in program.runs:
         argument = op.opcode == "parameter" and computation is not entry
         in_place = op.source.endswith("dynamic_update_slice")
-        if fused or op.opcode in _FORWARDS or argument or in_place:
-            continue
-        for array in op.arrays:
-            if not array.on_chip:
-                shape = f"{array.dtype}[{','.join(map(str, array.dims))}]"
-                origin = f"argument {op.literal}" if op.opcode == "parameter" else op.opcode
-                sizes.setdefault((shape, op.source or origin), array.bytes)
+        excluded = fused or op.opcode in _FORWARDS or argument or in_place
+        for array in [] if excluded else [x for x in op.arrays if not x.on_chip]:
+            shape = f"{array.dtype}[{','.join(map(str, array.dims))}]"
+            origin = f"argument {op.literal}" if op.opcode == "parameter" else op.opcode
+            sizes.setdefault((shape, op.source or origin), array.bytes)
     ranked = sorted(sizes.items(), key=lambda item: -item[1])
     return [(size, *names) for names, size in ranked[:max_arrays]]

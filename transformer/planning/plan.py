@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -126,8 +126,7 @@ class Plan(NamedTuple):
 
 def make_plan(
     config: Experiment, topology: Topology, devices: list, *, only: Sequence[str] = PROGRAMS,
-    price: float | None = None, kernels: Sequence[KernelCycles] = (),
-    report: Callable[[str], None] = lambda line: None,
+    price: float | None = None, kernels: Sequence[KernelCycles] = (), report=lambda line: None,
 ) -> Plan:  # fmt: skip
     """Compiles the programs in `only` and returns their plan. `report` receives lines of progress.
     `kernels` bound the time (cycles.py). Raises UserError if the layout is impossible."""

@@ -185,9 +185,8 @@ def batch_shapes(config: Experiment, mesh: Mesh) -> dict[str, jax.ShapeDtypeStru
     sequences = config.objective.sequences(_SyntheticStore(config), "train", config)
     segments = sequences.segments(0, lambda: np.random.default_rng(0))
     sample = assemble([segments], data.length, data.decoder_length)
-    shape = lambda x: (data.batch_size, *x.shape[1:])
-    struct = lambda x: jax.ShapeDtypeStruct(shape(x), x.dtype, sharding=sharding)
-    return {name: struct(x) for name, x in sample.items()}
+    struct = functools.partial(jax.ShapeDtypeStruct, sharding=sharding)
+    return {k: struct((data.batch_size, *x.shape[1:]), x.dtype) for k, x in sample.items()}
 
 
 class _SyntheticStore:

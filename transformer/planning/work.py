@@ -2,7 +2,6 @@
 
 HLO text does not show the work of TPU kernels. It follows from their names and operand shapes."""
 
-import collections
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -67,14 +66,10 @@ def _fusion_traffic(op: Instruction, operands: list[Instruction], inner: Computa
     for array, name in zip(op.arrays, results, strict=False):
         if not array.on_chip and inner[name].opcode in ("parameter", *COLLECTIVES):
             updated += array.bytes
-    users = collections.defaultdict(list)
-    for user in inner.values():
-        for name in user.operands:
-            users[name].append(user)
 
     def find_uses(name: str) -> Iterator[tuple[Instruction, bool]]:
         """Yields (user, whether it slices or updates the array), following bitcasts."""
-        for user in users[name]:
+        for user in (x for x in inner.values() if name in x.operands):
             itself = [(user, user.operands[0] == name)]
             yield from find_uses(user.name) if user.opcode == "bitcast" else itself
 
@@ -176,9 +171,8 @@ def _starts(op: Instruction, computation: Computation) -> bool:
 def _scatters(op: Instruction, computation: Computation) -> bool:
     """Returns whether a fused all-reduce keeps a part of the sum, as a TPU's reduce-scatter."""
     asynchronous = any("AsyncCollective" in other.attributes for other in computation.values())
-    slices = [other for other in computation.values() if other.opcode == "dynamic-slice"]
-    kept = any(other.operands[0] == op.name for other in slices)
-    return op.opcode == "all-reduce" and kept and not asynchronous
+    slices = [x.operands[0] for x in computation.values() if x.opcode == "dynamic-slice"]
+    return op.opcode == "all-reduce" and op.name in slices and not asynchronous
 
 
 def _groups(op: Instruction) -> np.ndarray:
@@ -222,8 +216,7 @@ def kernel(op: Instruction, model: ModelConfig, known: Sequence[KernelCycles] = 
 def _attention(part: str, op: Instruction) -> KernelWork:
     """Returns the work of flash attention over the tiles that the mask can allow: 2 products of
     queries and keys forward, 5 backward. Those with a position scheme's tables are not counted."""
-    arrays = [dims for _, dims in _operands(op) if len(dims) > 2]
-    (*heads, _, size), _, (*_, d_value) = arrays[:3]
+    (*heads, _, size), _, (*_, d_value) = [dims for _, dims in _operands(op) if len(dims) > 2][:3]
     pairs = sum(tile_counts(op.source)) * math.prod(mask_of(op.source)[4:])
     # Width d_head: q k, and the gradients of q and k. Width d_value: w v, and those of w and v.
     by_keys, by_values = {"forward": (1, 1), "backward": (3, 2)}[part]
