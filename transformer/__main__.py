@@ -11,7 +11,6 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable
 
 from transformer.errors import tracebacks
 from transformer.output import flush, open_closed_streams, suppress_redundant_tracebacks
@@ -47,18 +46,16 @@ def run() -> None:
 def _interrupt(signum, frame) -> None:
     """Raises KeyboardInterrupt, or ends the process if an exception would do harm: the import of an
     extension module may crash, and threads that serve an event loop (as in Orbax) wait forever."""
-    while frame is not None:
-        if frame.f_code.co_filename.startswith("<frozen importlib") or (
-            os.path.basename(os.path.dirname(frame.f_code.co_filename)) == "asyncio"
-        ):
+    for caller, _ in traceback.walk_stack(frame):
+        file = caller.f_code.co_filename
+        if file.startswith("<frozen importlib") or os.path.dirname(file).endswith("/asyncio"):
             with contextlib.suppress(OSError):
                 os.write(2, b"\ninterrupted\n")
             os._exit(130)
-        frame = frame.f_back
     raise KeyboardInterrupt
 
 
-def _interrupt_again(previous_hook: Callable, unraisable) -> None:
+def _interrupt_again(previous_hook, unraisable) -> None:
     """Sends SIGINT again if Python dropped a KeyboardInterrupt, as in the collector's callbacks."""
     if issubclass(unraisable.exc_type, KeyboardInterrupt):
         threading.Timer(0.01, signal.raise_signal, [signal.SIGINT]).start()

@@ -53,11 +53,10 @@ class Process:
     def runs(self) -> bool:
         """Returns whether a visible process is alive. True if /proc hides its start time."""
         try:
-            os.kill(int(self.pid), 0)
+            with contextlib.suppress(PermissionError):  # of a process of another user
+                os.kill(int(self.pid), 0)
         except (ProcessLookupError, OverflowError, ValueError):  # no process has that PID
             return False
-        except PermissionError:
-            pass
         now = _began(int(self.pid))
         return now == self.began or now.endswith(":")
 
@@ -71,11 +70,10 @@ def _container() -> str:
 
 def _began(pid: int) -> str:
     """Returns the PID namespace and the start time of the process in clock ticks since boot."""
-    try:
-        after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2]
-    except OSError:
-        return f"{_container()}:"
-    return f"{_container()}:{after_name.split()[19]}"
+    start_time = ""
+    with contextlib.suppress(OSError):  # the fields after the name, which is in parentheses
+        start_time = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    return f"{_container()}:{start_time}"
 
 
 class _OnDisk:
@@ -208,10 +206,8 @@ class Claim:
 
     def check(self) -> None:
         """Retakes a claim whose file is missing. Raises UserError if another may have held it."""
-        if self.is_held_by(os.getpid()):
-            return
         lapsed = self._lapsed()
-        if self.holder() is None and not lapsed and self._make():
+        if self.is_held_by(os.getpid()) or (self.holder() is None and not lapsed and self._make()):
             return
         late = f" after process {os.getpid()} had not responded for {STALE:.0f} s" if lapsed else ""
         how = f"{self.who()} took over this run{late}"

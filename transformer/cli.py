@@ -20,10 +20,7 @@ ABOUT = """Transformers in JAX: train, evaluate and use encoders, decoders and e
   python -m transformer evaluate --workdir=runs/quickstart
   echo "Where is the library?" | python -m transformer generate --workdir=runs/quickstart"""
 
-VERBS = (
-    "data", "train", "evaluate", "generate", "score", "sweep", "compare", "inspect", "plan",
-    "convert",
-)  # fmt: skip
+VERBS = "data train evaluate generate score sweep compare inspect plan convert".split()
 """The modules in verbs/, in the order of the help text."""
 
 
@@ -115,16 +112,13 @@ def _main(argv: list[str]) -> int:
 
 def _overrides(remaining: list[str]) -> dict[str, str]:
     """Parses `--config.a.b=v` arguments into {"a.b": "v"}."""
-    overrides, remaining = {}, list(remaining)
-    while remaining:
-        arg = remaining.pop(0)
+    overrides, arguments = {}, iter(remaining)
+    for arg in arguments:
         if not arg.startswith("--config."):
             way_out = "set fields of the experiment with --config.SECTION.FIELD=VALUE"
             raise UserError(f"no argument {arg!r}; {way_out}; see --help for other arguments")
         key, equals, value = arg.removeprefix("--config.").partition("=")
-        if not equals:
-            if not remaining or remaining[0].startswith("--"):
-                raise UserError(f"{arg}: no value; write {arg}=VALUE")
-            value = remaining.pop(0)
+        if not equals and (value := next(arguments, "--")).startswith("--"):
+            raise UserError(f"{arg}: no value; write {arg}=VALUE")
         overrides[key] = value
     return overrides

@@ -21,15 +21,12 @@ LARGEST = 2**31 - 1  # the largest integer in a config: the maximum of int32
 
 def _number(is_large_enough: Callable[[Any], bool], too_small: str) -> Limit:
     def limit(path: str, value) -> None:
-        problem = ""
         if not is_large_enough(value):  # also NaN
-            problem = too_small
-        elif not math.isfinite(value):
-            problem = "is not finite"
-        elif isinstance(value, int) and value > LARGEST:
-            problem = f"is too large; at most {LARGEST:,}"
-        if problem:
-            raise UserError(f"{path}: {value} {problem}")
+            raise UserError(f"{path}: {value} {too_small}")
+        if not math.isfinite(value):
+            raise UserError(f"{path}: {value} is not finite")
+        if isinstance(value, int) and value > LARGEST:
+            raise UserError(f"{path}: {value} is too large; at most {LARGEST:,}")
 
     return limit
 

@@ -65,14 +65,13 @@ class _Lasting:
 @contextlib.contextmanager
 def survive_closed_readers() -> Iterator[None]:
     """Lets a command that does more than print finish after the readers of its output have gone."""
-    original = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = (stream and _Lasting(stream) for stream in original)
-    try:
-        yield
-    finally:
-        for stream in filter(None, (sys.stdout, sys.stderr)):
-            stream.flush()
-        sys.stdout, sys.stderr = original
+    out, err = (stream and _Lasting(stream) for stream in (sys.stdout, sys.stderr))
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            yield
+        finally:
+            for stream in filter(None, (out, err)):
+                stream.flush()
 
 
 def suppress_redundant_tracebacks() -> None:
@@ -184,11 +183,10 @@ def elapsed(text: str, stream=None) -> Iterator[None]:
     start, done = time.monotonic(), threading.Event()
 
     def show() -> None:
-        while True:
+        while not done.is_set():
             spent = human_time(time.monotonic() - start)
             print(f"\r\x1b[K{text} {spent}", end="", file=stream, flush=True)
-            if done.wait(1):
-                return
+            done.wait(1)
 
     thread = threading.Thread(target=show, daemon=True)
     thread.start()

@@ -54,8 +54,7 @@ def read_lines(name: str) -> list[str]:
     if "\0" in text:
         line = data[: data.index(0)].count(10) + 1
         raise UserError(f"{source} holds a NUL byte (line {line}); convert it to UTF-8")
-    lines = text.removesuffix("\n").split("\n") if text else []
-    return [line.removesuffix("\r") for line in lines]
+    return [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")] if text else []
 
 
 def ask(prompt: str) -> str:
