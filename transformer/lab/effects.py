@@ -92,11 +92,9 @@ def effects_of(cells: Cells, without: Collection[str]) -> tuple[Effect, ...]:
     steps = [[(field, a, b) for b in others] for field, (a, *others) in levels.items()]
     singles = [(step,) for changes in steps for step in changes]
     pairs = [pair for two in itertools.combinations(steps, 2) for pair in itertools.product(*two)]
-    effects = []
-    for changes in (*singles, *pairs):
-        versus, at, settings = cells.contrast(*changes)
-        if settings >= 3 - len(changes):  # one setting is a difference from the baseline
-            effects.append(Effect(changes, versus, at))
+    contrasts = [(changes, *cells.contrast(*changes)) for changes in (*singles, *pairs)]
+    # The effect of a field in one setting of the others is a difference from the baseline.
+    effects = [Effect(x, versus, at) for x, versus, at, n in contrasts if n >= 3 - len(x)]
     tested = corrected({str(n): effect.versus for n, effect in enumerate(effects)})
     return tuple(x._replace(versus=tested[str(n)]) for n, x in enumerate(effects))
 
@@ -146,11 +144,10 @@ def _of_pair(pair: Sequence[str], contrasts: Sequence[Effect], results: Results)
     if len(contrasts) > 1:
         answer += f", in {len(detected) or 'any'} of {len(contrasts)} contrasts. The clearest"
     at = [f"{signed(part.mean, part.half)} [{spell_range(part)}]" for part in effect.at]
-    return (
-        f"{question} {answer}: {b} instead of {a} changes {results.sweep.metric} by {at[0]} with "
-        f"{c} and by {at[1]} with {d}. The difference of these differences is "
-        f"{signed(x.mean, x.half)} [{spell_range(x)}] {_certainty(effect)}."
-    )
+    sizes = f"{results.sweep.metric} by {at[0]} with {c} and by {at[1]} with {d}"
+    further = f"{signed(x.mean, x.half)} [{spell_range(x)}] {_certainty(effect)}"
+    answer += f": {b} instead of {a} changes {sizes}"
+    return f"{question} {answer}. The difference of these differences is {further}."
 
 
 def _certainty(effect: Effect) -> str:
@@ -187,11 +184,9 @@ def scans(results: Results) -> list[Scan]:
     result, points, metric = [], results.sweep.points, results.sweep.metric
     for field in results.sweep.fields:
         groups: dict[str, dict[float, Arm]] = {}  # setting of the other fields -> value -> arm
-        for arm in results.arms.values():
-            value = arm.changes.get(field)
-            if isinstance(value, (int, float)) and not isinstance(value, bool):
-                others = {key: str(x) for key, x in arm.changes.items() if key != field}
-                groups.setdefault(str(sorted(others.items())), {})[float(value)] = arm
+        for arm in (x for x in results.arms.values() if type(x.changes.get(field)) in (int, float)):
+            others = {key: str(x) for key, x in arm.changes.items() if key != field}
+            groups.setdefault(str(sorted(others.items())), {})[float(arm.changes[field])] = arm
         for arms in groups.values():
             any_arm = points[next(iter(arms.values())).name]
             setting = "-".join(any_arm.call(key) for key in any_arm.changes if key != field)
@@ -203,21 +198,19 @@ def scans(results: Results) -> list[Scan]:
 def _scan(results: Results, field: str, setting: str, arms: Mapping[float, Arm]) -> Scan:
     metric, sign = results.sweep.metric, -1.0 if results.sweep.higher_is_better else 1.0
     points = {x: arm.mean(metric) for x, arm in arms.items()}
-    finished = {x: point for x, point in points.items() if point.count}
-    best = min(finished, key=lambda x: sign * finished[x].mean)
-    least = finished[best].mean
-    is_loss, worst, sensitivity = metric.endswith("/loss"), math.inf, math.nan
-    if is_loss:
-        worst = uniform_loss(next(run for arm in arms.values() for run in arm.runs.values()).config)
+    best = min((x for x in points if points[x].count), key=lambda x: sign * points[x].mean)
+    least, is_loss = points[best].mean, metric.endswith("/loss")
+    first = next(run for arm in arms.values() for run in arm.runs.values())
+    worst = uniform_loss(first.config) if is_loss else math.inf
     losses, completes, is_close = {}, {}, {}  # final losses, at most log V
     for x, arm in arms.items():
         losses[x] = [min(value, worst) for value in arm.values(metric).values()]
         losses[x] += [worst] * len(arm.diverged)
         completes[x] = bool(losses[x]) and max(losses[x]) < worst
-        is_close[x] = x in finished and abs(finished[x].mean - least) <= CLOSE * abs(least)
+        is_close[x] = abs(points[x].mean - least) <= CLOSE * abs(least)  # False for NaN
     stable = _around(best, completes) if completes[best] else None
-    if is_loss:
-        sensitivity = float(np.mean([np.mean(x) for x in losses.values() if x])) - least
+    mean_loss = float(np.mean([np.mean(x) for x in losses.values() if x]))
+    sensitivity = mean_loss - least if is_loss else math.nan
     names, close = frozenset(arm.name for arm in arms.values()), _around(best, is_close)
     return Scan(field, setting, names, points, best, close, stable, sensitivity)
 

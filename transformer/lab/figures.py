@@ -74,12 +74,10 @@ def interactions(verdict: Verdict) -> Drawings:
         cells = list(itertools.product(*map(verdict.cells.levels, (one, other))))
         for (a, c), values in verdict.cells.averages((one, other), cells)[0].items():
             lines.setdefault(a, {})[c] = values
-        caption = (
-            f"Interaction of {short(one)} and {short(other)}: {SEEDS}. If lines are parallel, the "
-            f"effect of {short(one)} does not depend on {short(other)}."
-        )
-        name = f"interaction_{short(one)}_{short(other)}"
-        pictures[name] = (caption, _paired(lines, verdict, short(other)))
+        line, x = short(one), short(other)
+        caption = f"Interaction of {line} and {x}: {SEEDS}. If lines are parallel, the effect of "
+        caption += f"{line} does not depend on {x}."
+        pictures[f"interaction_{line}_{x}"] = (caption, _paired(lines, verdict, x))
     return pictures
 
 
@@ -89,8 +87,7 @@ def scanned(verdict: Verdict) -> Drawings:
     for field in dict.fromkeys(scan.field for scan in verdict.scans):
         scans = [scan for scan in verdict.scans if scan.field == field]
         figure, axes = new_figure(3.5, xlabel=field, ylabel=caption_of(metric, verdict.results))
-        looks = styles([scan.setting for scan in scans]).values()
-        for scan, style in zip(scans, looks, strict=True):
+        for scan, style in zip(scans, styles([x.setting for x in scans]).values(), strict=True):
             points = {x: value for x, value in scan.points.items() if value.count}
             _line(axes, points, scan.setting or metric, style)
         if all(x > 0 for scan in scans for x in scan.points):
@@ -112,14 +109,12 @@ def curves(verdict: Verdict) -> Drawings:
     for name, x_label in labels.items():
         points = [point for x in lines for point in zip(x.xs[name], x.xs["steps"], strict=True)]
         rates = [x / step for x, step in points if step]
-        if not any(rates):
-            continue
-        if name in ("tokens", "flops") and max(rates) <= 1.01 * min(rates):
+        if name in ("tokens", "flops") and any(rates) and max(rates) <= 1.01 * min(rates):
             same.append(f"{human_count(rates[0])} {x_label}")
-            continue
-        caption = f"Validation loss against {x_label}: each seed (thin lines), and the mean."
-        caption += _subset(verdict, "curves.csv")
-        pictures[f"loss_by_{name}"] = (caption, _curves(lines, name, x_label, results))
+        elif any(rates):
+            caption = f"Validation loss against {x_label}: each seed (thin lines), and the mean."
+            caption += _subset(verdict, "curves.csv")
+            pictures[f"loss_by_{name}"] = (caption, _curves(lines, name, x_label, results))
     if same and "loss_by_steps" in pictures:
         caption, figure = pictures["loss_by_steps"]
         caption += f" A step is {' and '.join(same)} in every arm, so those curves are the same."

@@ -62,9 +62,8 @@ def describe(study: Study) -> str:
         settings = " ".join(f"{field}={short(value)}" for field, value in changes.items())
         extra = properties.parameters - base.parameters
         parameters = f"{properties.parameters:,}" + (f" ({extra:+,})" if extra else "")
-        flops = human_count(properties.flops)
-        if properties.flops != base.flops:
-            flops += f" ({properties.flops / base.flops - 1:+.1%})"
+        excess = properties.flops / base.flops - 1
+        flops = human_count(properties.flops) + (f" ({excess:+.1%})" if excess else "")
         name = arm + (" (baseline)" if arm == sweep.baseline else "")
         row = [name, settings, parameters, flops, properties.attention]
         rows.append([*row, *[human_tokens(tokens[arm])] * differ])
@@ -86,8 +85,7 @@ def describe(study: Study) -> str:
     lines += [f"declared    {x}: {sweep.declared[x]}" for x in SET_BY if x in sweep.declared]
     lines += [f"control     {arm}: {reason}" for arm, reason in sweep.controls.items()]
     lines += [f"matched     {sweep.match}"] * bool(sweep.match)
-    lines += ["", *columns(rows)]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, "", *columns(rows)]) + "\n"
 
 
 def describe_runs(study: Study, shard: tuple[int, int], max_group: int) -> str:

@@ -99,10 +99,8 @@ def profiles(results: Results) -> list[Profile]:
 
 def measured_text(results: Results, metric: str) -> str:
     """Returns the part of the text that a metric is measured on in these runs; "" means all."""
-    for run in results.runs:
-        if evaluator := measures(run.config.train.evaluators, metric):
-            return evaluator.measured_text(run.config)
-    return ""
+    found = ((measures(run.config.train.evaluators, metric), run.config) for run in results.runs)
+    return next((evaluator.measured_text(config) for evaluator, config in found if evaluator), "")
 
 
 def _line(arm: Arm, pattern: re.Pattern, when: str) -> dict[int, Mean]:

@@ -4,13 +4,12 @@ import json
 import math
 import operator
 import re
-from collections.abc import Mapping
 
 import numpy as np
 
 from transformer.files import read_json
 from transformer.lab import effects
-from transformer.lab.formatting import p_value, signed, spell
+from transformer.lab.formatting import p_value, signed, spell, spell_range
 from transformer.lab.profiles import Profile, measured_text
 from transformer.lab.results import Arm, Results
 from transformer.lab.verdict import Verdict, from_to, validated
@@ -30,9 +29,8 @@ def outcome(verdict: Verdict) -> list[list[str]]:
     for name, row in verdict.rows.items():
         versus, arm, difference = row.to_baseline, row.arm, ["-", "-", "-"]
         if versus is not None and versus.mean.count > 1:
-            low, high = (signed(x, versus.mean.half) for x in (versus.mean.low, versus.mean.high))
-            p = p_value(versus.p).removeprefix("p ").removeprefix("= ")
-            difference = [signed(versus.mean.mean, versus.mean.half), f"{low} to {high}", p]
+            x, p = versus.mean, p_value(versus.p).removeprefix("p ").removeprefix("= ")
+            difference = [signed(x.mean, x.half), spell_range(x).replace(", ", " to "), p]
         reached = [share for share in row.reaches if not math.isnan(share)]
         reaches = "-" if versus is None or not row.reaches else "never"
         if versus is not None and reached:
@@ -95,7 +93,7 @@ def disturbances(results: Results) -> list[str]:
     timed = [run for run in results.runs if not math.isnan(run.speed)]
     lines, starts = [], []
     for run in timed:
-        entries = [x for x in run.manifest.get("earlier_starts", ()) if isinstance(x, Mapping)]
+        entries = [x for x in run.manifest.get("earlier_starts", ()) if isinstance(x, dict)]
         starts += [x | {"trained_together": run.together} for x in (*entries, run.manifest)]
     for name in CONDITIONS:
         values = {json.dumps(start.get(name), sort_keys=True) for start in starts}
@@ -158,9 +156,8 @@ def scanned(verdict: Verdict) -> list[list[list[str]]]:
 
 def of_profile(profile: Profile) -> list[list[str]]:
     """Returns a table with one row per arm and one column per place (length, layer, ...)."""
-    places = profile.places
-    if len(places) > PLACES:
-        places = [places[round(n * (len(places) - 1) / (PLACES - 1))] for n in range(PLACES)]
+    count = len(profile.places)
+    places = [profile.places[round(n)] for n in np.linspace(0, count - 1, min(count, PLACES))]
     cells = lambda line: [spell(line[place]) if place in line else "-" for place in places]
     rows = [[name, *cells(line)] for name, line in profile.lines.items()]
     return [[f"arm, by {profile.x_label}", *map(str, places)], *rows]

@@ -162,9 +162,7 @@ class Results(NamedTuple):
         return [run for arm in self.arms.values() for run in arm.runs.values()]
 
 
-def read(
-    folders: Sequence[Path], metric="", baseline="", higher_is_better: bool | None = None
-) -> Results:
+def read(folders: Sequence[Path], metric="", baseline="", higher_is_better=None) -> Results:
     """Returns the results of a sweep directory or of several run directories. Runs that differ only
     in the seed form one arm, named after the first. Raises UserError if nothing can be compared."""
     studies = [folder for folder in folders if (folder / "sweep.json").exists()]
@@ -187,9 +185,8 @@ def read(
     arms = _comparable({sweep.baseline: arms[sweep.baseline]} | arms, sweep, left_out)
     for arm in arms.values():
         for seed, run in arm.runs.items():
-            if run.diverged is None and not math.isfinite(run.outcome(sweep.metric)):
-                reason = f"{sweep.metric} {run.lacks(sweep.metric)}"
-                left_out.append(f"{arm.name}, seed {seed}: {reason}")
+            if run.diverged is None and not math.isfinite(run.outcome(decider)):
+                left_out.append(f"{arm.name}, seed {seed}: {decider} {run.lacks(decider)}")
     title = folders[0].resolve().name if len(folders) == 1 else count(len(arms), "arm")
     return Results(sweep.question or title, sweep, arms, tuple(left_out), tuple(folders), study)
 
@@ -273,8 +270,7 @@ def load_run(folder: Path, left_out: list[str], name: str) -> RunResult | None:
 
 
 def _comparable(arms: dict[str, Arm], sweep: Sweep, left_out: list[str]) -> dict[str, Arm]:
-    """Leaves out runs that were evaluated differently, without declaration. Adds the reasons to
-    `left_out`. The first arm is the baseline."""
+    """Leaves out runs that were evaluated differently, undeclared, and adds why to `left_out`."""
     first, comparable = next(run for arm in arms.values() for run in arm.runs.values()), {}
     for name, arm in arms.items():
         # A damaged manifest may contain NaN, which differs from itself.
@@ -304,10 +300,9 @@ def _why_not(run: RunResult, first: RunResult, sweep: Sweep) -> str | None:
     if value != reference:
         return f"was measured by {value}, {first.folder} by {reference}"
     if part == "valid":
-        value, reference = (x.config.train.eval_batches for x in (run, first))
-        counts = f"{value or 'all'} batches, {first.folder} on {reference or 'all'}"
-        differs = value != reference and "data" not in allowed
-        return f"was validated on {counts}" if differs else None
+        here, there = (x.config.train.eval_batches for x in (run, first))
+        counts = f"{here or 'all'} batches, {first.folder} on {there or 'all'}"
+        return f"was validated on {counts}" if here != there and "data" not in allowed else None
     for field in ("eval_overlap", "decoding"):
         value, reference = run.tested.get(field), first.tested.get(field)
         varies = any(x.rpartition(".")[0] == field or x == f"data.{field}" for x in sweep.fields)

@@ -1,8 +1,7 @@
 """Statistics for few seeds: t intervals, paired t-tests and the correction for several comparisons.
 
 Seeds are few and their losses are nearly normal, so means have Student's t intervals (Gosset 1908).
-Arms are compared in pairs with the same seed, which cancels the effect of the seed. p values are
-corrected for the number of comparisons (Holm 1979)."""
+Arms are compared in pairs of one seed, which cancels its effect. Holm (1979) corrects p values."""
 
 import dataclasses
 import math
@@ -55,11 +54,9 @@ class Difference(NamedTuple):
 def mean(values: Sequence[float], bounds: tuple[float, float] = (-math.inf, math.inf)) -> Mean:
     """Returns the mean and its 95 % interval, mean ± t s / sqrt(n), clipped at the bounds."""
     x = np.asarray(values, np.float64)
-    if not len(x):
-        return Mean(math.nan, math.nan, math.nan, 0)
-    center = float(x.mean())
-    if len(x) == 1:
-        return Mean(center, math.nan, math.nan, 1)
+    center = float(x.mean()) if len(x) else math.nan
+    if len(x) < 2:
+        return Mean(center, math.nan, math.nan, len(x))
     half = float(stats.t.ppf((1 + LEVEL) / 2, len(x) - 1) * x.std(ddof=1) / math.sqrt(len(x)))
     return Mean(center, max(center - half, bounds[0]), min(center + half, bounds[1]), len(x))
 
@@ -112,8 +109,7 @@ class Parabola(NamedTuple):
         c, *_ = np.linalg.lstsq(design, np.asarray(loss), rcond=None)
         freedom = len(x) - design.shape[1]
         variance = float(np.sum((loss - design @ c) ** 2)) / freedom if freedom > 0 else math.nan
-        covariance = variance * np.linalg.pinv(design.T @ design)
-        return cls(center, c[:3], covariance[:3, :3], freedom)
+        return cls(center, c[:3], variance * np.linalg.pinv(design.T @ design)[:3, :3], freedom)
 
     def __call__(self, x):
         """Returns the loss at x, averaged over seeds."""

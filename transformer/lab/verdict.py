@@ -62,14 +62,10 @@ def derive_verdict(results: Results) -> Verdict:
     of_first = lambda effect: [field for field, *_ in effect.changes] == [cells.fields[0]]
     first = [x for x in found if of_first(x) and not many and not math.isnan(x.versus.p)]
     lead = [_of_first_field(first, results)] if first else []
-    sentences = (
-        *(lead or [by_arm]),
-        *effects.sentences([x for x in found if x not in first], results),
-        *([by_arm] if lead and not sweep.ladder else ()),
-        *(_of_scan(scan, results) for scan in scanned),
-        *_of_arms(results, rows, many),
-    )
-    return Verdict(results, rows, cells, found, scanned, tuple(profiles(results)), sentences)
+    lines = (lead or [by_arm]) + effects.sentences([x for x in found if x not in first], results)
+    lines += [by_arm] if lead and not sweep.ladder else []
+    lines += [_of_scan(scan, results) for scan in scanned] + _of_arms(results, rows, many)
+    return Verdict(results, rows, cells, found, scanned, tuple(profiles(results)), tuple(lines))
 
 
 def _outcome(versus: Difference | None, sign: float) -> str:
@@ -92,16 +88,13 @@ def validated(results: Results) -> str:
 def _reaches(arm: Arm, base: Arm, name: str, sign: float) -> list[float]:
     """Compares validation curves, linearly interpolated, over the seeds that both arms finished."""
     shares = []
-    for seed in arm.runs.keys() & base.runs.keys():
-        runs = arm.runs[seed], base.runs[seed]
-        if not all(math.isfinite(run.outcome(name)) for run in runs):
-            continue
+    pairs = [(arm.runs[seed], base.runs[seed]) for seed in arm.runs.keys() & base.runs.keys()]
+    for runs in (x for x in pairs if all(math.isfinite(run.outcome(name)) for run in x)):
         curve, last = ([(step, sign * x) for step, x in run.curve(name)] for run in runs)
         (steps, target), share = last[-1], math.nan
         for (before, high), (after, low) in itertools.pairwise([(0, math.inf), *curve]):
             if low <= target:
-                flat = math.isinf(high) or high == low
-                fraction = 1.0 if flat else (high - target) / (high - low)
+                fraction = 1.0 if math.isinf(high) else (high - target) / (high - low)
                 share = (before + fraction * (after - before)) / steps
                 break
         shares.append(share)
@@ -208,16 +201,14 @@ def _of_arms(results: Results, rows: Mapping[str, Row], without: Collection[str]
             share = f"{len(diverged)} of {len(row.arm.runs)} seeds"
             lines.append(f"{name} diverged in {share}, at step {steps}{note}.")
         versus = row.to_baseline
-        if versus is None or not row.value.count or name in without:
+        if versus is None or not row.value.count or name in without or not math.isnan(versus.p):
             continue
         if versus.mean.count < 2:
             common = f"{versus.mean.count or 'no'} seed{'s' * (versus.mean.count == 0)} in common"
             reason = f"{common} with {base}, too few for an interval"
-        elif math.isnan(versus.p):
+        else:
             size = signed(versus.mean.mean)
             reason = f"{size} from {base} in each seed, which leaves no spread for a t-test"
-        else:
-            continue
         reasons.setdefault(reason, []).append(name)
     lines += [f"{listed(names)}: {reason}." for reason, names in reasons.items()]
     if max(row.value.count for row in rows.values()) == 2:
