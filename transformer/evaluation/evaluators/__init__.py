@@ -1,4 +1,4 @@
-"""Evaluators: measurements of a run beyond its loss, one per file. base.py is their interface."""
+"""Evaluators: measurements of a run beyond its loss. base.py is their interface."""
 
 import dataclasses
 import math
