@@ -12,7 +12,7 @@ from prepared_texts import HERE, OBJECTIVES, experiment, job, prepared, reader, 
 
 from transformer.data import sources, split
 from transformer.data.pipeline import open_data
-from transformer.data.preparation import shards
+from transformer.data.preparation import stages
 from transformer.data.preparation.job import distribute
 from transformer.data.preparation.prepare import prepare
 from transformer.data.records import decode, encode
@@ -145,10 +145,10 @@ def test_filters(texts, tmp_path, monkeypatch):
 def test_shards_continue_an_interrupted_preparation(texts, tmp_path, monkeypatch):
     """The shards equal those of an uninterrupted preparation. Finished ones are not repeated."""
     config = experiment(texts, "masked_lm")
-    monkeypatch.setattr(shards, "MB", 3000)
+    monkeypatch.setattr(stages, "MB", 3000)
     whole = job(config, tmp_path / "whole", shard_mb=1)
     assert prepare(whole)["shards"] >= 4
-    write = shards.write
+    write = stages.write
 
     def fails(job, number, folder, **options):
         if number > 1:
@@ -156,7 +156,7 @@ def test_shards_continue_an_interrupted_preparation(texts, tmp_path, monkeypatch
         return write(job, number, folder, **options)
 
     started = job(config, tmp_path / "started", shard_mb=1)
-    monkeypatch.setattr(shards, "write", fails)
+    monkeypatch.setattr(stages, "write", fails)
     with pytest.raises(Exception, match="killed"):
         prepare(started)
     finished = list((tmp_path / "started").glob("*.arrayrecord"))
@@ -166,7 +166,7 @@ def test_shards_continue_an_interrupted_preparation(texts, tmp_path, monkeypatch
         open_data(reader(config, tmp_path / "started"))
     with pytest.raises(UserError, match="unfinished preparation with other min_chars"):
         prepare(dataclasses.replace(started, min_chars=3))
-    monkeypatch.setattr(shards, "write", write)
+    monkeypatch.setattr(stages, "write", write)
     prepare(started)
     assert times == {name: (tmp_path / "started" / name).stat().st_mtime_ns for name in times}
     content = lambda name: {x.name: x.read_bytes() for x in (tmp_path / name).iterdir()}

@@ -24,7 +24,7 @@ from collections import Counter
 from pathlib import Path
 
 from transformer.data import sources
-from transformer.data.preparation import hashes, shards
+from transformer.data.preparation import stages
 from transformer.data.preparation.job import UNFINISHED, Job, distribute, publish
 from transformer.data.records import FORMAT, INDEX
 from transformer.data.store import RawText, provide_tokenizer, tokenize
@@ -40,13 +40,13 @@ def prepare(job: Job) -> dict:
     """Writes the folder `job.output`. Returns the counts of the training text."""
     _begin(job)
     files = range(len(job.files))
-    distribute(job, "scan", hashes.scan, files)
+    distribute(job, "scan", stages.scan, files)
     if not job.keep_duplicates:
-        ranges = -(-sum(len(job.scanned(file)["kept"]) for file in files) // hashes.AT_ONCE)
-        distribute(job, "duplicates", hashes.duplicates, range(ranges), ranges=ranges)
-    distribute(job, "select", hashes.select, files, limits=hashes.limits(job))
-    held_out, sample = hashes.selected(job)
-    pieces = shards.pieces(job)
+        ranges = -(-sum(len(job.scanned(file)["kept"]) for file in files) // stages.AT_ONCE)
+        distribute(job, "duplicates", stages.duplicates, range(ranges), ranges=ranges)
+    distribute(job, "select", stages.select, files, limits=stages.limits(job))
+    held_out, sample = stages.selected(job)
+    pieces = stages.pieces(job)
     with tempfile.TemporaryDirectory() as folder:
         file = find_tokenizer(job.folder / UNFINISHED)  # of a preparation that is continued
         data = job.data.with_tokenizer(file) if file else job.data
@@ -60,13 +60,13 @@ def prepare(job: Job) -> dict:
         for file in Path(folder).iterdir():
             is_tokenizer = file.name == tokenizer.name
             publish(file, (job.folder / UNFINISHED if is_tokenizer else job.folder) / file.name)
-    distribute(job, "write", shards.write, range(len(pieces)), pieces=pieces)
+    distribute(job, "write", stages.write, range(len(pieces)), pieces=pieces)
     return _finish(job, tokenizer, meta, len(pieces))
 
 
 def _begin(job: Job) -> None:
     data = job.data
-    hashes.load_filter(job.filter)
+    stages.load_filter(job.filter)
     for name, least in {"shard_mb": 1, "min_chars": 1, "max_chars": 0}.items():
         if getattr(job, name) < least:
             raise UserError(f"--{name}: {getattr(job, name)} must be at least {least}")
@@ -89,7 +89,7 @@ def _begin(job: Job) -> None:
         raise UserError(f"--output: {job.output} holds prepared text; name another folder")
     described = to_mapping(dataclasses.replace(job, beam="", output=""))
     described["files"] = RawText(job.data).fingerprint()
-    described["content of --filter"] = hashes.source(job.filter)
+    described["content of --filter"] = stages.source(job.filter)
     described = json.loads(json.dumps(described, default=str))
     file = job.folder / UNFINISHED / "job.json"
     if file.exists():
