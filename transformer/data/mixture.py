@@ -2,7 +2,6 @@
 
 import bisect
 import math
-import operator
 import re
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
@@ -117,20 +116,15 @@ class Turns:
     def counts(self, n: int, phase: int | None = None) -> list[int]:
         """The number of sequences of each source among the first n, which end in `phase`."""
         phase = bisect.bisect_right(self._starts, n) - 1 if phase is None else phase
-        shares = _shares(self._weights[phase], n - self._starts[phase])
-        return list(map(operator.add, self._before[phase], shares))
+        counts, n, rest = [], n - self._starts[phase], sum(self._weights[phase])
+        for before, weight in zip(self._before[phase], self._weights[phase], strict=True):
+            others = n * (rest - weight) // rest if rest else 0
+            counts.append(before + n - others)
+            n, rest = others, rest - weight
+        return counts
 
     def __call__(self, n: int) -> tuple[int, int]:
         """The source of sequence n, and the number of sequences of this source before it."""
         before, after = self.counts(n), self.counts(n + 1)
         source = next(i for i, (a, b) in enumerate(zip(before, after, strict=True)) if b > a)
         return source, before[source]
-
-
-def _shares(weights: Sequence[int], n: int) -> list[int]:
-    shares, rest = [], sum(weights)
-    for weight in weights:
-        others = n * (rest - weight) // rest if rest else 0
-        shares.append(n - others)
-        n, rest = others, rest - weight
-    return shares

@@ -224,8 +224,8 @@ def read_text(config: Experiment, workdir: Path, share: Share) -> tuple[Data, St
 def find_state(
     workdir: Path, program: Program, data: Data, report: Callable[[str], None]
 ) -> tuple[TrainState, dict, Checkpoints | None]:
-    """Step 3: gets the state from the newest checkpoint, from another model, or from the seed, the
-    state of the training loop, and the checkpoints (None for a new run)."""
+    """Step 3: gets the state from the newest intact checkpoint, from another model, or from the
+    seed, the state of the training loop, and the checkpoints (None for a new run)."""
     config, checkpoints = program.config, None
     if (workdir / "checkpoints").exists():
         checkpoints = Checkpoints(workdir, config.train, report)
@@ -236,11 +236,21 @@ def find_state(
             check_tokenizer(config.train.init_from, data.tokenizer.sha256)
             state = start_from(config, state, program.shardings, program.mesh)
         return state, {"data_step": 0, "window": {}}, None
-    state, loop = _resume(checkpoints, program)
-    if loop["text_sha256"] != data.meta["train"]["sha256"]:
+    model_in = lambda layout: dataclasses.replace(config.model, **layout)
+
+    def abstract_in(layout: dict) -> TrainState:
+        if (model := model_in(layout)) == config.model:
+            return program.abstract
+        saved_config = dataclasses.replace(config, model=model)
+        return abstract_state(saved_config, build_model(model), program.optimizer, program.mesh)[0]
+
+    state, record = checkpoints.newest_intact(lambda step: checkpoints.restore(step, abstract_in))
+    if (saved := model_in(record.layout)) != config.model:
+        state = relayout(state, saved, config.model, program.abstract)
+    if record.loop["text_sha256"] != data.meta["train"]["sha256"]:
         problem = f"the training text has changed since {workdir} was trained on it"
         raise UserError(f"workdir: {problem}; choose another directory or restore the text")
-    return state, loop, checkpoints
+    return state, record.loop, checkpoints
 
 
 def record_run(
@@ -262,20 +272,3 @@ def record_run(
         problem = f"cannot see the files that process 0 wrote to {workdir}; use a shared folder"
         raise UserError(f"workdir: process {jax.process_index()} {problem}")
     return summary(program, data, train, backends, resumed, verbose)
-
-
-def _resume(checkpoints: Checkpoints, program: Program) -> tuple[TrainState, dict]:
-    """Restores the newest intact checkpoint in its config's layout: train state and loop state."""
-    config, abstract = program.config, program.abstract
-    model_in = lambda layout: dataclasses.replace(config.model, **layout)
-
-    def abstract_in(layout: dict) -> TrainState:
-        if (model := model_in(layout)) == config.model:
-            return abstract
-        saved_config = dataclasses.replace(config, model=model)
-        return abstract_state(saved_config, build_model(model), program.optimizer, program.mesh)[0]
-
-    state, record = checkpoints.newest_intact(lambda step: checkpoints.restore(step, abstract_in))
-    if (saved := model_in(record.layout)) != config.model:
-        state = relayout(state, saved, config.model, abstract)
-    return state, record.loop
