@@ -64,23 +64,32 @@ def matrix(theirs: str, *ours: str, inputs: int = 1, transposed: bool = True) ->
     return _joined(theirs, ours, as_matrix, transposed)
 
 
-def _joined(theirs: str, ours: tuple[str, ...], reshaped: Callable, transposed=False) -> Weight:
+def _joined(
+    theirs: str, ours: tuple[str, ...], reshaped: Callable, transposed=False, merged=False
+) -> Weight:
     """Parameters that are reshaped and then concatenated along their last axis. `reshaped` maps
-    a shape to the new one. `transposed`: the tensor is a matrix, and transposed."""
+    a shape to the new one. `merged`: the last two axes of the result become one. `transposed`: the
+    tensor is a matrix, and transposed."""
+
+    def concatenated(shapes):
+        parts = [reshaped(shape) for shape in shapes]
+        return (*parts[0][:-1], sum(part[-1] for part in parts))
 
     def shape(shapes):
-        parts = [reshaped(shape) for shape in shapes]
-        joined = (*parts[0][:-1], sum(part[-1] for part in parts))
+        joined = concatenated(shapes)
+        joined = (*joined[:-2], joined[-2] * joined[-1]) if merged else joined
         return joined[::-1] if transposed else joined
 
     def read(x, shapes):
+        x = (x.T if transposed else x).reshape(concatenated(shapes))
         ends = np.cumsum([reshaped(shape)[-1] for shape in shapes])
-        parts = np.split(x.T if transposed else x, ends[:-1], axis=-1)
+        parts = np.split(x, ends[:-1], axis=-1)
         return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
 
     def write(xs):
         parts = [x.reshape(reshaped(x.shape)) for x in xs]
         x = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
+        x = x.reshape(*x.shape[:-2], -1) if merged else x
         return x.T if transposed else x
 
     return Weight(theirs, ours, shape, read, write)
@@ -118,34 +127,12 @@ def fused(theirs: str, ours: str, bias: bool, parts=QKV, transposed=True) -> Ite
 
 def interleaved(theirs: str, *ours: str) -> Weight:
     """Parameters of the same shape, whose entries alternate along the last axis."""
-
-    def shape(shapes):
-        return (*shapes[0][:-1], len(ours) * shapes[0][-1])
-
-    def read(x, shapes):
-        return [x[..., i :: len(ours)] for i in range(len(ours))]
-
-    def write(xs):
-        return np.stack(xs, axis=-1).reshape(shape([x.shape for x in xs]))
-
-    return Weight(theirs, ours, shape, read, write)
+    return _joined(theirs, ours, lambda shape: (*shape, 1), merged=True)
 
 
 def fused_by_head(theirs: str, ours: str, bias: bool) -> Iterator[Weight]:
     """Yields query, key and value layers as one, with rows [heads, 3, d_head] (NeoX, BLOOM)."""
-
-    def shape(shapes):  # of kernels [D, N, H] or biases [N, H]
-        *inputs, heads, size = shapes[0]
-        return (heads * len(QKV) * size, *inputs)
-
-    def read(x, shapes):  # x is [N * 3 * H, D] or [N * 3 * H]
-        *inputs, heads, size = shapes[0]
-        return list(np.moveaxis(x.T.reshape(*inputs, heads, len(QKV), size), -2, 0))
-
-    def write(xs):
-        joined = np.stack(xs, axis=-2)  # [D, N, 3, H] or [N, 3, H]
-        return joined.reshape(*joined.shape[:-3], -1).T
-
+    by_head = lambda shape: shape  # of kernels [D, N, H] or biases [N, H]
     for name, kind in (("weight", "kernel"), ("bias", "bias"))[: 1 + bias]:
-        ours_of_kind = tuple(f"{ours}/{part}/{kind}" for part in QKV)
-        yield Weight(f"{theirs}.{name}", ours_of_kind, shape, read, write)
+        parts = tuple(f"{ours}/{part}/{kind}" for part in QKV)
+        yield _joined(f"{theirs}.{name}", parts, by_head, transposed=True, merged=True)
