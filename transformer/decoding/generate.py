@@ -81,7 +81,10 @@ class Generator:
         if self._answers:
             ids = [[*i, self.tokenizer.eos] for i in ids]
         out: list[str] = [""] * len(texts)
-        done, room = 0, self._room
+        # The output of a decoder gets at most half of the length.
+        done, length = 0, self.config.model.max_length
+        answer = min(self.config.decoding.max_extra, length - length // 2)
+        room = length if self._translates else max(length - answer, 1)
         lengths = [len(i) + 1 for i in ids]  # with the source's eos, or the prompt's bos
         self.cut += sum(length > room for length in lengths)
         for width, batches in by_width(lengths, room, self.config.decoding.batch_size):
@@ -97,13 +100,6 @@ class Generator:
         if self._translates or self._answers:
             return self.tokenizer.decode(output)
         return self.tokenizer.decode([*prompt, *output])[len(self.tokenizer.decode(prompt)) :]
-
-    @property
-    def _room(self) -> int:
-        """The longest input. The output of a decoder gets at most half of the length."""
-        length = self.config.model.max_length
-        answer = min(self.config.decoding.max_extra, length - length // 2)
-        return length if self._translates else max(length - answer, 1)
 
     def _inputs(self, width: int, ids: list[list[int]], numbers: Sequence[int]) -> tuple:
         """The arguments of `_begin`. The batch is filled with empty sequences."""

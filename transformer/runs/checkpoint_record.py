@@ -85,12 +85,10 @@ class Record:
 
     def check_values(self, items: Mapping[str, Any]) -> None:
         """Raises Damaged, with the first, if arrays that were read differ from those saved."""
-        changed = [
-            f"{item}/{path}"
-            for item, tree in items.items()
-            for path, fingerprint in fingerprints(tree).items()
-            if self.arrays[item][path][2] != fingerprint
-        ]
+        changed = []
+        for item, tree in items.items():
+            found, saved = fingerprints(tree), self.arrays[item]
+            changed += [f"{item}/{path}" for path in found if saved[path][2] != found[path]]
         if changed:
             raise Damaged(f"{len(changed)} of its arrays have changed, first {changed[0]}")
 

@@ -15,7 +15,6 @@ from etils import epath
 
 from transformer.data import sources
 from transformer.data.config import DataConfig
-from transformer.data.sources import Example
 from transformer.errors import UserError, from_extra
 from transformer.model.config import ModelConfig
 
@@ -50,7 +49,7 @@ class Job:
     def result(self, stage: str, number) -> epath.Path:
         return self.folder / UNFINISHED / f"{stage}-{number:05d}"
 
-    def examples(self, file: int) -> Iterator[Example]:
+    def examples(self, file: int) -> Iterator[sources.Example]:
         """The examples of a raw file."""
         data = self.data
         examples = sources.examples(data.format, self.files[file], data.fields, self.columns)

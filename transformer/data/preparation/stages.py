@@ -10,11 +10,10 @@ from pathlib import Path
 
 import numpy as np
 
-from transformer.data import split
 from transformer.data.preparation.job import UNFINISHED, Job, publish
 from transformer.data.records import encode
 from transformer.data.sources import Example
-from transformer.data.split import hash64
+from transformer.data.split import hash64, held_out_below, normalize
 from transformer.data.store import RawText, Store, tokenize
 from transformer.data.tokenizer import find_tokenizer, load_tokenizer
 from transformer.errors import UserError
@@ -61,7 +60,7 @@ def scan(job: Job, number: int, folder: Path) -> Path:
     exact, sides, sizes, kept = [], [], [], []
     for example in job.examples(number):
         exact.append(hash64("\0".join(example)))
-        sides.append([hash64(split.normalize(text)) for text in example])
+        sides.append([hash64(normalize(text)) for text in example])
         sizes.append(sum(len(text.encode()) for text in example))
         kept.append(all(job.min_chars <= len(text) <= most for text in example) and passes(example))
     file = folder / "scan.npz"
@@ -90,7 +89,7 @@ def duplicates(job: Job, number: int, folder: Path, ranges: int) -> Path:
 
 def limits(job: Job) -> dict[str, int]:
     """The largest hash of a source in test, valid and the tokenizer's sample, in this order."""
-    data, below = job.data, split.held_out_below(job.data.held_out)
+    data, below = job.data, held_out_below(job.data.held_out)
     held_out = [0 if below or getattr(data, p) else data.held_out for p in ("test", "valid")]
     sampled = 0 if data.tokenizer.path else data.tokenizer.max_sentences
     smallest, count = np.zeros(0, np.uint64), 0
@@ -135,9 +134,9 @@ def selected(job: Job) -> tuple[dict[str, list[Example]], list[Example]]:
         if getattr(job.data, part):
             found[part] = list(RawText(job.data).read(part))
     sample, held_out = found.pop("sample"), [*found["valid"], *found["test"]]
-    hash_of = lambda text: hash64(split.normalize(text))
+    hash_of = lambda text: hash64(normalize(text))
     hashes = [set(map(hash_of, side)) for side in zip(*held_out, strict=True)]
-    below = split.held_out_below(job.data.held_out)
+    below = held_out_below(job.data.held_out)
     is_in = lambda hash_, held_out: hash_ < below or hash_ in held_out
     is_held_out = lambda example: any(map(is_in, map(hash_of, example), hashes))
     with tempfile.TemporaryDirectory() as folder:
@@ -199,7 +198,7 @@ def _training(job: Job, ranges: Iterable[tuple[int, int, int]]) -> Iterator[Exam
         kept, sides = job.training(file), job.scanned(file)["sides"]
         for side, hashes in held_out.items():
             kept &= ~np.isin(sides[:, int(side)], hashes)
-        kept &= (sides >= split.held_out_below(job.data.held_out)).all(1)
+        kept &= (sides >= held_out_below(job.data.held_out)).all(1)
         examples = itertools.islice(job.examples(file), start, end)
         yield from itertools.compress(examples, kept[start:end])
 
