@@ -3,7 +3,7 @@
     python experiments/benchmarks/decoding_batches.py --workdir=runs/quickstart [--rounds=3]
 
 Without replacement, a batch runs until its longest text ends. With it, waiting sentences take the
-places of those that have ended (transformer/decoding/batches.py). Decodes the sources of the
+places of those that have ended (transformer/decoding/generate.py). Decodes the sources of the
 test set with one beam and with four, in alternation. Prints the median time of both, the median,
 minimum and maximum of their ratio over the rounds, and the share of equal texts. Compilation is
 not included.
