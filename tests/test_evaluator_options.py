@@ -11,7 +11,7 @@ from test_fields import BOTH, DECODER
 from transformer import Sweep, UserError, vary
 from transformer.config import Experiment
 from transformer.evaluation import losses
-from transformer.evaluation.evaluators import EVALUATORS, probe, translation
+from transformer.evaluation.evaluators import EVALUATORS, predictions, translation
 from transformer.evaluation.evaluators.base import Evaluator, Kind
 from transformer.lab.profiles import profiles
 from transformer.lab.results import read
@@ -76,7 +76,7 @@ def test_every_evaluator_option_has_an_effect(monkeypatch):
         lambda *args: [(np.ones((1, 16)), np.arange(16)[None], np.ones((1, 16)))],
     )
     monkeypatch.setattr(
-        probe, "_right", lambda subject, store, snapshot: (hash(store.target_task), 0.0)
+        predictions, "_right", lambda subject, store, snapshot: (hash(store.target_task), 0.0)
     )
     translations = (texts, texts, [[text] for text in texts])
     snapshot = types.SimpleNamespace(translations=translations)
