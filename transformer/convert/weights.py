@@ -67,9 +67,8 @@ def matrix(theirs: str, *ours: str, inputs: int = 1, transposed: bool = True) ->
 def _joined(
     theirs: str, ours: tuple[str, ...], reshaped: Callable, transposed=False, merged=False
 ) -> Weight:
-    """Parameters that are reshaped and then concatenated along their last axis. `reshaped` maps
-    a shape to the new one. `merged`: the last two axes of the result become one. `transposed`: the
-    tensor is a matrix, and transposed."""
+    """Parameters that are reshaped (`reshaped`: shape -> new shape), then concatenated along their
+    last axis. `merged`: the last two axes become one. `transposed`: as a matrix, transposed."""
 
     def concatenated(shapes):
         parts = [reshaped(shape) for shape in shapes]

@@ -77,12 +77,6 @@ def weights_at(sources: Sequence[Source], step: int) -> list[Fraction]:
     return [Fraction(repr(weight)) for _, weight in current]
 
 
-def phases_of(sources: Sequence[Source], batch_size: int) -> list[tuple[int, list[Fraction]]]:
-    """(first sequence, weights) of each phase of the run, for `Turns`."""
-    steps = sorted({int(step) for source in sources for step, _ in source.phases})
-    return [(step * batch_size, weights_at(sources, step)) for step in steps]
-
-
 def check_epochs(entries: Sequence[Mapping], epochs: Mapping[str, float]) -> None:
     """Raises UserError if a run reads a source more often than its `max_epochs`."""
     for entry in entries:

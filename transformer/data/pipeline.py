@@ -11,7 +11,7 @@ import numpy as np
 
 from transformer.data.batching import Batches, JoinedBatches, MixedBatches, Stream, check_fields
 from transformer.data.config import DataConfig, Task
-from transformer.data.mixture import Turns, of_temperature, phases_of, read_sources
+from transformer.data.mixture import Turns, of_temperature, read_sources, weights_at
 from transformer.data.objectives.base import Sequences
 from transformer.data.records import Prepared, Records, open_prepared
 from transformer.data.sources import Example
@@ -76,7 +76,9 @@ class Data:
         if temperature := data.mixture_temperature:
             tokens = [store.meta["train"]["tokens"] for store in self.stores.values()]
             return Turns([(0, of_temperature(tokens, temperature))])
-        return Turns(phases_of(read_sources(data.mixture, 0.0), data.batch_size))
+        sources = read_sources(data.mixture, 0.0)
+        steps = sorted({int(step) for source in sources for step, _ in source.phases})
+        return Turns([(step * data.batch_size, weights_at(sources, step)) for step in steps])
 
     def examples(self, part: str) -> list[Example]:
         """The raw text of valid or test, of the sources with the columns of `objective`."""

@@ -3,8 +3,7 @@
 An example is a tuple of strings: (text,) or (source, target). Paths are local or gs://
 (etils.epath) and may be globs. Files in .gz or .zst are decompressed. Errors name file and line.
 
-Text is UTF-8, with or without a byte order mark. Lines end in LF or CRLF. Readers skip blank text.
-"""
+Text is UTF-8, with or without byte order mark. Lines end in LF or CRLF. Readers skip blank text."""
 
 import collections
 import contextlib

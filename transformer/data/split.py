@@ -56,7 +56,6 @@ def assign(examples: Iterable[Example], held_out: int) -> list[str]:
 
 def by_hash(examples: Iterable[Example], share: float) -> list[str]:
     """The split of each example, or "" for an example of none.
-
     Sources with hashes below `share` are for test, below 2 * `share` for valid. No training example
     has a text with such a hash, or shares a text with a held-out example."""
     rows = [[hash64(normalize(text)) for text in example] for example in examples]

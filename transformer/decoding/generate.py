@@ -1,11 +1,10 @@
 """Text to text: translation by encoder-decoders, continuation by decoders.
 
-Of many sequences, waiting ones replace those in the batch that have ended. Otherwise, a batch would
-run until its longest text ends, and compute the other rows for nothing. Here the program stops when
-a quarter of the rows have ended. Waiting sequences, whose prompts are read in batches of the same
-size, take their places, and the program goes on ("iteration-level scheduling", Yu et al. 2022,
-Orca). Shapes do not change. The cost is the memory of a second batch. Texts are the same as without
-replacement, up to rounding."""
+Waiting sequences replace those in the batch that have ended. Otherwise, a batch would run until its
+longest text ends, and compute the other rows for nothing. The program stops when a quarter of the
+rows have ended. Waiting sequences, whose prompts are read in batches of the same size, take their
+places, and the program goes on ("iteration-level scheduling", Yu et al. 2022, Orca). Shapes do not
+change. The cost is the memory of a second batch. Texts are the same, up to rounding."""
 
 import dataclasses
 from collections import deque
@@ -208,10 +207,9 @@ def used_slots(search: prefill.Search, state: Any) -> jax.Array:
 
 
 def replace_rows(search: prefill.Search, old: Any, new: Any, rows_B: jax.Array) -> Any:
-    """Returns the state of a search with row `rows_B[r]` of `new` in row r, or that of `old` where
-    it is -1. Active sequences keep their rows. The last tokens of all rows take the same slot, as
-    after padding on the left. If all slots are used, those before the first token of every active
-    sequence become free."""
+    """Returns the state of a search with row `rows_B[r]` of `new` in row r, or of `old` where it is
+    -1. Active sequences keep their rows. The last tokens of all rows take one slot, as after left
+    padding. If all slots are used, those before all tokens of active sequences become free."""
     cache, batch = old.cache, len(rows_B)
 
     def choose(old, new):

@@ -260,7 +260,9 @@ def record_run(
     workdir: Path, program: Program, data: Data, train: Stream, together: int, resumed: str,
     verbose: bool,
 ) -> list[str]:  # fmt: skip
-    """Step 4: records the run in its directory and returns a summary."""
+    """Step 4: records the run in its directory. Returns a summary: at most five lines, and one per
+    role of parameters that has multipliers; with `verbose`, also the largest parameters and other
+    details. `resumed` is where the run resumes, if it does."""
     config, mesh, params = program.config, program.mesh, program.abstract.params
     backends = attention_backends(config, program.model, params, train[0], mesh)
     origin = {"parameters": sum(x.size for x in jax.tree.leaves(params))}
@@ -274,22 +276,12 @@ def record_run(
     if not (workdir / "config.json").exists():
         problem = f"cannot see the files that process 0 wrote to {workdir}; use a shared folder"
         raise UserError(f"workdir: process {jax.process_index()} {problem}")
-    return summary(program, data, train, backends, resumed, verbose)
-
-
-def summary(
-    program: Program, data: Data, batches: Stream, backends: dict, resumed: str, verbose: bool
-) -> list[str]:
-    """Returns at most five lines, and one per role of parameters that has multipliers; with
-    `verbose`, also the largest parameters and other details. `backends` are the attention backends,
-    each with the reason why it is used. `resumed` is where the run resumes, if it does."""
-    config, mesh, params = program.config, program.mesh, program.abstract.params
     used = "; ".join(name + (f" ({why})" if why else "") for name, why in backends.items())
     attention = [f"attention {used}"] if backends and (any(backends.values()) or verbose) else []
     notes = "; ".join([*attention, *([] if resumed else _advice(config, data))])
     return [
         _model(config, mesh, params), *(_table(params) if verbose else ()), *_multipliers(config),
-        _text(config, data, verbose), _batches(config, batches),
+        _text(config, data, verbose), _batches(config, train),
         *([f"resumed     {resumed}"] if resumed else ()),
         *([f"note        {notes}"] if notes else ()),
     ]  # fmt: skip

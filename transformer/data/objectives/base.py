@@ -3,7 +3,6 @@
 data/batching.py assembles the sequences of all objectives into batches."""
 
 import dataclasses
-import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
@@ -73,18 +72,17 @@ class OfParts:
     """Sequences whose segments `objective` makes from their parts."""
 
     def __init__(self, objective: "Objective", tokenizer: Tokenizer, task: Task):
-        self._make = functools.partial(objective.segments, tokenizer, task)
+        self._objective, self._tokenizer, self._task = objective, tokenizer, task
 
     def parts(self, index: int) -> list[Part]:
         raise NotImplementedError
 
     def segments(self, index: int, draw: Draw) -> list[Segment]:
-        return self._make(self.parts(index), draw)
+        return self._objective.segments(self._tokenizer, self._task, self.parts(index), draw)
 
 
 class Spans(OfParts):
     """Sequences of spans of the concatenated `ids` of a split: span i is ids[starts[i]:stops[i]].
-
     Sequence n consists of the spans `members[n]`, by default of span n alone."""
 
     def __init__(self, objective, store, task, ids, starts, stops, lengths, members=None):

@@ -34,7 +34,7 @@ class CausalLM(Objective):
 class _LMSequences(OfParts):
     def __init__(self, objective: CausalLM, store, part: str, task):
         super().__init__(objective, store.tokenizer, task)
-        texts, self._tokenizer, self.report = store.texts(part, 0), store.tokenizer, {}
+        texts, self.report = store.texts(part, 0), {}
         self._ids, self._ends = texts.ids, np.asarray(texts.ends)
         overlap = 0 if part == "train" else task.data.eval_overlap
         total, new, packing = len(texts.ids), task.data.length - overlap, task.data.packing

@@ -16,8 +16,7 @@ class Seq2Seq(Objective):
     y, eos. It may read x bidirectionally (`model.prefix_lm`).
 
     A pair that does not fit into its sequence is dropped or, with `too_long="cut"`, cut; each cut
-    text keeps its eos. In a decoder-only model, each text of a cut pair gets half of the sequence.
-    """
+    text keeps its eos. In a decoder-only model, each text of a cut pair gets half the sequence."""
 
     families = ("encoder_decoder", "decoder")
     columns = ("source", "target")
@@ -39,7 +38,7 @@ class _Pairs(OfParts):
         super().__init__(objective, store.tokenizer, task)
         data, self._alone = task.data, task.model.family == "decoder"
         self._texts = [store.texts(part, side) for side in (0, 1)]
-        self._tokenizer, self._before = store.tokenizer, store.tokenizer.source_prefix_ids
+        self._before = store.tokenizer.source_prefix_ids
         source, target = (texts.lengths for texts in self._texts)
         sizes, rooms = [source + len(self._before), target], [data.length, data.decoder_length]
         if self._alone:
