@@ -30,8 +30,7 @@ class Corpus:
     license: str
     attribution: str
     format: str  # as in data.format
-    # Split -> file name. The pipeline splits a corpus without valid and test.
-    files: dict[str, str]
+    files: dict[str, str]  # split -> file; the pipeline splits a corpus without valid and test
     # make(folder, read) writes the files to `folder`; read(member) returns a member of the package.
     make: Callable[[Path, Callable[[str], bytes]], None]
     package: str = ""  # "" for a corpus that is part of Python

@@ -13,10 +13,12 @@ from transformer.limits import NonNegative
 OWN_FIELDS = ("name", "weight", "max_epochs")
 """Fields of an entry that belong to the mixture. All others replace fields of `data`."""
 
-DATA_FIELDS = (
-    "corpus", "format", "train", "valid", "test", "fields", "reverse", "objective", "too_long",
-    "held_out", "max_examples",
+TEXT_FIELDS = (
+    "corpus", "format", "train", "valid", "test", "fields", "reverse", "held_out", "max_examples",
 )  # fmt: skip
+"""Fields of `data` that determine the text and its splits."""
+
+DATA_FIELDS = (*TEXT_FIELDS, "objective", "too_long")
 """Fields of `data` that each source may set."""
 
 

@@ -17,6 +17,7 @@ import numpy as np
 
 from transformer.data import corpora, sources, split, tokenizer as tokenizers
 from transformer.data.config import DataConfig
+from transformer.data.mixture import TEXT_FIELDS
 from transformer.data.sources import Example
 from transformer.data.tokenizer import Tokenizer
 from transformer.errors import UserError
@@ -26,11 +27,6 @@ from transformer.mapping import to_mapping
 VERSION = 4
 """A part of every key. Increase it when a change of the code changes the tokens or counts of some
 config and files; then all stores are rebuilt."""
-
-TEXT_FIELDS = (
-    "corpus", "format", "train", "valid", "test", "fields", "reverse", "held_out", "max_examples",
-)  # fmt: skip
-"""Fields of a DataConfig that determine the text and its splits."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -318,8 +314,7 @@ def _tagged(example: Example, tokenizer: Tokenizer, number) -> tuple[list[int], 
         raise UserError(f"data: {len(words)} words, but {len(tags)} tags: {example[0][:60]!r}")
     ids, labels = [], []
     for pieces, tag in zip(tokenizer.encode_words(words), tags, strict=True):
-        # The tokenizer may remove a word completely. Then its tag is omitted, too.
-        ids += pieces
+        ids += pieces  # none if the tokenizer removes a word completely; its tag is omitted, too
         labels += [_class(number, tag, example[0]), *[-1] * (len(pieces) - 1)][: len(pieces)]
     return ids, np.array([*labels, -1], np.int32)
 

@@ -30,11 +30,8 @@ class Damaged(UserError):
 
 def describe(items: Mapping[str, Any]) -> dict[str, Arrays]:
     """Returns the record's entries for the arrays of each item. All processes must call this."""
-    described = {}
-    for name, tree in items.items():
-        hashes = fingerprints(tree)
-        described[name] = {path: (*kind, hashes[path]) for path, kind in _kinds(tree).items()}
-    return described
+    join = lambda kinds, hashes: {path: (*kinds[path], hashes[path]) for path in kinds}
+    return {name: join(_kinds(tree), fingerprints(tree)) for name, tree in items.items()}
 
 
 @dataclasses.dataclass(frozen=True)
