@@ -38,10 +38,9 @@ SHARD_BYTES = 5_000_000_000
 
 
 def load_hf(
-    directory: str | os.PathLike,
-    place: Callable[[str, np.ndarray], jax.Array] | None = None,
+    directory: str | os.PathLike, place: Callable[[str, np.ndarray], jax.Array] | None = None,
     **fields,
-) -> tuple[ModelConfig, Any]:
+) -> tuple[ModelConfig, Any]:  # fmt: skip
     """Loads a Hugging Face directory. Returns (config, params) for `build_model(config).apply`.
     `fields` override fields of the ModelConfig (`scan_layers=False`, `dtype="bfloat16"`).
     `place(path, array)` puts a parameter on devices, by default on the first. Raises UserError for

@@ -45,7 +45,7 @@ class Record:
 
     def to_json(self) -> dict:
         content = {"format": FORMAT, **dataclasses.asdict(self)}
-        return content | {"sha256": _sha256(content)}
+        return content | {"sha256": json_sha256(content)}
 
     @classmethod
     def from_json(cls, parsed: Any, step: int) -> "Record":
@@ -56,7 +56,7 @@ class Record:
         if not isinstance(parsed, dict) or "sha256" not in parsed:
             raise Damaged("its record is incomplete")
         content = {key: value for key, value in parsed.items() if key != "sha256"}
-        if parsed["sha256"] != _sha256(content):
+        if parsed["sha256"] != json_sha256(content):
             raise Damaged("its record has changed since it was saved")
         if content.pop("format") != FORMAT:
             raise UserError(f"a later version {wrote}")
@@ -103,7 +103,7 @@ def _format_kind(kind: tuple[str, tuple[int, ...]] | None) -> str:
     return "x".join(map(str, shape)) + f" {dtype}" * (dtype != "float32") if shape else dtype
 
 
-def _sha256(content: dict) -> str:
+def json_sha256(content: dict) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 

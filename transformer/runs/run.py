@@ -2,10 +2,8 @@
 
 import contextlib
 import dataclasses
-import hashlib
 import importlib.util
 import io
-import json
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -39,6 +37,7 @@ from transformer.parallel.processes import agree, barrier, is_first, process_zer
 from transformer.parallel.sharding import Share, format_bytes, local_bytes, path_name
 from transformer.runs import rundir
 from transformer.runs.checkpoint import Checkpoints, size
+from transformer.runs.checkpoint_record import json_sha256
 from transformer.runs.fits import check_divisibility, check_training
 from transformer.runs.initialize import check_source, check_tokenizer, start_from
 from transformer.runs.metrics import Diverged, Goodput, MetricsLog, Progress, Recorder, read_metrics
@@ -191,8 +190,7 @@ def begin(
 
 def check(config: Experiment, workdir: Path, mesh: Mesh) -> Program:
     """Step 1: checks all that can be checked before anything is computed, read or written."""
-    mapping = json.dumps(to_mapping(config), sort_keys=True)
-    agree("the config", hashlib.sha256(mapping.encode()).hexdigest())
+    agree("the config", json_sha256(to_mapping(config)))
     check_divisibility(config, mesh)
     check_training(config, Share(mesh))
     if config.train.wandb and importlib.util.find_spec("wandb") is None:

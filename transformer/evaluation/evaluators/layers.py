@@ -38,7 +38,12 @@ class AttentionStatistics(OneBatch):
             if statistic != "repeated" and not (statistic in SELF_ATTENTION_ONLY and crosses):
                 yield f"attention/{statistic}/{location}", value
         if model.family == "decoder":
-            repeated = statistics(params, _repeated_tokens(subject))
+            # Random tokens of the text. The second half of each sequence repeats the first.
+            batch, tokens = subject.data.batches(subject.part)[0], subject.data.tokenizer.text_ids
+            count, length = batch["inputs"].shape
+            half = np.random.default_rng(0).choice(tokens, (count, length // 2))
+            inputs = np.concatenate([half, half, batch["inputs"][:, 2 * (length // 2) :]], axis=1)
+            repeated = statistics(params, as_documents(subject, batch, inputs))
             for statistic, location, value in _by_head(model, repeated):
                 if statistic == "repeated":
                     yield f"attention/induction/{location}", value
@@ -51,15 +56,6 @@ def _by_head(config: ModelConfig, heads: dict) -> Iterator[tuple[str, str, float
         for statistic, values in statistics.items():
             for head, value in enumerate(values):
                 yield statistic, f"{location}/{head:02d}", float(value)
-
-
-def _repeated_tokens(subject: Subject) -> dict[str, jax.Array]:
-    """Returns a batch of random text tokens. The second half of each sequence repeats the first."""
-    batch = subject.data.batches(subject.part)[0]
-    count, length = batch["inputs"].shape
-    half = np.random.default_rng(0).choice(subject.data.tokenizer.text_ids, (count, length // 2))
-    inputs = np.concatenate([half, half, batch["inputs"][:, 2 * (length // 2) :]], axis=1)
-    return as_documents(subject, batch, inputs)
 
 
 @EVALUATORS.register("depth_profile")
