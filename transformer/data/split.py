@@ -55,9 +55,9 @@ def assign(examples: Iterable[Example], held_out: int) -> list[str]:
 
 
 def by_hash(examples: Iterable[Example], share: float) -> list[str]:
-    """The split of each example, or "" for an example of none.
-    Sources with hashes below `share` are for test, below 2 * `share` for valid. No training example
-    has a text with such a hash, or shares a text with a held-out example."""
+    """The split of each example, or "" for an example of none. Sources with hashes below `share`
+    are for test, below 2 * `share` for valid. No training example has a text with such a hash, or
+    shares a text with a held-out example."""
     rows = [[hash64(normalize(text)) for text in example] for example in examples]
     hashes = np.array(rows, np.uint64)
     parts = np.where(hashes[:, 0] < held_out_below(share / 2), "test", "valid")

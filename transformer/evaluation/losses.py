@@ -88,8 +88,7 @@ def by_token(
         return nll_BxT * batch["weights"], batch["positions"], batch["weights"]
 
     batches = subject.data.batches(subject.part, subject.share.sequences)
-    run = subject.program("losses", losses)
     count = min(filter(None, (max_batches, subject.max_batches, len(batches))), default=0)
     for batch in batches.stream(0, count):
-        result = run(snapshot.params, subject.share.place(batch))
+        result = subject.program("losses", losses)(snapshot.params, subject.share.place(batch))
         yield tuple(map(np.asarray, jax.device_get(result)))

@@ -7,7 +7,6 @@ that would otherwise hold copies of the same sequences."""
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
 
 import jax
 import numpy as np
@@ -35,7 +34,7 @@ BATCH_AXES = dict(RULES)["batch"]  # the mesh axes that shard the batch
 BATCH = P(BATCH_AXES)
 
 
-def batch_parts(sizes: Mapping[str, int]) -> int:
+def batch_parts(sizes: dict[str, int]) -> int:
     """Returns the number of parts into which a mesh of these sizes splits a batch."""
     return math.prod(sizes[axis] for axis in BATCH_AXES)
 

@@ -1,7 +1,6 @@
 """The update rule and the learning rate, which depends on the step alone and so needs no state."""
 
 import itertools
-from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -100,7 +99,7 @@ def _bias_rates(model: ModelConfig) -> set[float]:
     return rates
 
 
-def _scale(multipliers: Mapping[str, float]) -> optax.GradientTransformation:
+def _scale(multipliers: dict[str, float]) -> optax.GradientTransformation:
     """Multiplies the update of each parameter by its own number."""
     scaled = lambda path, u: u * multipliers[path_name(path)]
     return optax.stateless(lambda us, _: jax.tree_util.tree_map_with_path(scaled, us))

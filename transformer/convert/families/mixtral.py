@@ -4,7 +4,6 @@
 import functools
 
 from transformer.convert.families import llama
-from transformer.convert.families.llama import ATTENTION_BIAS, GATED, Parts, used_window, variant
 from transformer.convert.fields import Field, Fields, optional, positive
 from transformer.convert.rope import rotary, write_rotary
 from transformer.convert.weights import expert, interleaved, linear, matrix, same
@@ -30,7 +29,7 @@ def _write_experts(c: ModelConfig, count: str) -> dict:
     return counts | {"router_aux_loss_coef": kind.load_balance}
 
 
-def _weights(block: str, names: Parts, theirs: str, ours: str, c: ModelConfig):
+def _weights(block: str, names: llama.Parts, theirs: str, ours: str, c: ModelConfig):
     """Yields the router and the matrices of each expert. `names`: their name -> ours."""
     yield from linear(f"{theirs}.{block}.gate", f"{ours}/router", bias=False)
     for i in range(c.feed_forward_kind.num_experts):
@@ -44,7 +43,7 @@ def _read_qwen3(f: Fields) -> dict:
     f.must("mlp_only_layers", [], "all layers are mixtures of experts")
     f.ignore("max_window_layers")  # not used
     experts = _experts(f, "num_experts", f.get("norm_topk_prob"))
-    sizes = {"d_ff": f.get("moe_intermediate_size"), "window": used_window(f)}
+    sizes = {"d_ff": f.get("moe_intermediate_size"), "window": llama.used_window(f)}
     return rotary(f) | experts | sizes | {"qk_norm": True}
 
 
@@ -89,7 +88,7 @@ _YARN = {
 _W123 = {"w1": ("gate",), "w3": ("in",), "w2": ("out",)}
 
 FAMILIES = [
-    variant("mixtral", "MixtralForCausalLM", {
+    llama.variant("mixtral", "MixtralForCausalLM", {
         **_ROUTER, "intermediate_size": 14336, "num_key_value_heads": optional(int, 8),
         "max_position_embeddings": 131072, "sliding_window": optional(int, ours="window"),
         "rms_norm_eps": positive(1e-5), "rope_theta": positive(1_000_000.0),
@@ -99,15 +98,15 @@ FAMILIES = [
        feed_forward=functools.partial(_weights, "block_sparse_moe", _W123),
        special_tokens={"bos_token_id": 1, "eos_token_id": 2},
        aliases={"num_experts": "num_local_experts"}),
-    variant("qwen3_moe", "Qwen3MoeForCausalLM", {
-        **_ROUTER, **ATTENTION_BIAS, "vocab_size": 151936, "hidden_size": 2048,
+    llama.variant("qwen3_moe", "Qwen3MoeForCausalLM", {
+        **_ROUTER, **llama.ATTENTION_BIAS, "vocab_size": 151936, "hidden_size": 2048,
         "intermediate_size": 6144, "num_hidden_layers": 24, "num_key_value_heads": 4,
         "max_position_embeddings": 32768, "use_sliding_window": False,
         "sliding_window": optional(int, 4096), "moe_intermediate_size": 768, "num_experts": 128,
         "num_experts_per_tok": 8, "norm_topk_prob": False,
-    }, _read_qwen3, _write_qwen3, feed_forward=functools.partial(_weights, "mlp", GATED),
+    }, _read_qwen3, _write_qwen3, feed_forward=functools.partial(_weights, "mlp", llama.GATED),
        aliases={"num_local_experts": "num_experts"}),
-    variant("gpt_oss", "GptOssForCausalLM", {
+    llama.variant("gpt_oss", "GptOssForCausalLM", {
         **_ROUTER, **llama.LAYER_TYPES, "attention_bias": True, "vocab_size": 201_088,
         "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 36,
         "num_attention_heads": 64, "num_key_value_heads": optional(int, 8),

@@ -1,7 +1,5 @@
 """Sequence-to-sequence learning, such as translation: predicts a target from a source."""
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from transformer.data.objectives.base import Objective, OfParts, Part, given, keep, pack, register
@@ -65,7 +63,7 @@ class _Pairs(OfParts):
         source, targets = (texts[pair] for texts in self._texts)
         return self._cut([*self._before, *source], rooms[0]), self._cut(targets, rooms[1])
 
-    def _cut(self, ids: Sequence[int], room: int) -> np.ndarray:
+    def _cut(self, ids: np.ndarray | list[int], room: int) -> np.ndarray:
         """The ids up to `room`, the last of which becomes eos."""
         ids = np.array(ids[:room], np.int32)
         ids[-1] = self._tokenizer.eos
