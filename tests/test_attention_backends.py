@@ -53,10 +53,14 @@ def random_qkv(d_value=H, dtype=jnp.float32):
 
 
 def bound_scheme(position, side, where, d_value=H, **fields):
-    """Returns a scheme bound to one layer, with random parameters."""
+    """Returns a scheme bound to one layer, with random parameters. FIRE's threshold is 9.5."""
     facts = small(side, position=position, d_value=d_value, **fields).stack_facts(side)
     draw = np.random.default_rng(0)
-    param = lambda name, init, shape, dtype: jnp.asarray(0.5 * draw.standard_normal(shape), dtype)
+
+    def param(name, init, shape, dtype):
+        mean = 10.0 if name == "fire_threshold" else 0.0
+        return jnp.asarray(mean + 0.5 * draw.standard_normal(shape), dtype)
+
     kernels = draw.standard_normal((2, facts.d_model, facts.num_heads, facts.d_head)) / 4
     project = [lambda x, w=w: jnp.einsum("RD,DNH->RNH", x, w) for w in kernels]
     scheme = positions.build(position).bind(param, facts).bind_layer(param, facts)

@@ -51,6 +51,9 @@ MASKS = {
 DISTANCE_BIASES = [name for name, scheme in SCHEMES.items() if scheme().is_distance_bias]
 
 
+TOLERANCES = {"fire": 1e-3}
+"""In float32, the gradient of FIRE's first matrix has an error of 3e-4 in the reference."""
+
 BY_CONTENT = ["shaw", "transformer_xl", "deberta"]
 """Functions of distance and content."""
 
@@ -100,27 +103,29 @@ def random_qkv(keys=T, kv_heads=2, d_value=24, batch=2, queries=T, dtype=jnp.flo
 
 def make_inputs(mask: str, position: str | None) -> Inputs:
     rule, where, options = MASKS[mask]
-    side = "decoder" if rule.causal else "encoder"
+    side = "decoder" if rule.causal and where is not PREFIX else "encoder"
     scheme = position and bound_scheme(position, side, where, 24, d_head=16)
     return Inputs(rule, where, where, scheme, 0.3, **options)
 
 
-def assert_matches_reference(q, k, v, attention_inputs):
+def assert_matches_reference(q, k, v, attention_inputs, atol=1e-4):
     assert BACKENDS["flash"].why_not(q, k, v, attention_inputs) is None
     actual, expected = (
         value_and_gradients(BACKENDS[name].attend, q, k, v, attention_inputs)
         for name in ("flash", "reference")
     )
     assert all(np.abs(grad).max() > 1e-2 for grad in expected[1][:3])
-    assert_trees_close(actual, expected, atol=1e-4)
+    assert_trees_close(actual, expected, atol=atol)
 
 
-@pytest.mark.parametrize("position", [None, "rotary", *DISTANCE_BIASES])
+@pytest.mark.parametrize("position", [None, "rotary", "fire", *DISTANCE_BIASES])
 @pytest.mark.parametrize("mask", MASKS)
 def test_flash_matches_reference(mask, position):
     if position not in (None, "t5") and mask not in ("causal", "both ways"):
         position = {"rotary": None}.get(position, position)
-    assert_matches_reference(*random_qkv(), make_inputs(mask, position))
+    assert_matches_reference(
+        *random_qkv(), make_inputs(mask, position), TOLERANCES.get(position, 1e-4)
+    )
 
 
 @pytest.mark.parametrize(("kv_heads", "d_value", "keys"), [(4, 16, T), (1, 24, T), (2, 40, 250)])
@@ -149,13 +154,13 @@ def test_output_of_queries_without_keys_is_zero():
     assert_matches_reference(q, k, v, attention_inputs)
 
 
-@pytest.mark.parametrize("position", [None, "t5", *BY_CONTENT, DEBERTA_V3])
+@pytest.mark.parametrize("position", [None, "t5", "fire", *BY_CONTENT, DEBERTA_V3])
 def test_long_sequences_are_computed_in_pairs_of_blocks(monkeypatch, position):
     monkeypatch.setattr(flash, "block_size", lambda *_: 128)
     assert_matches_reference(*random_qkv(), make_inputs("sink", position))
 
 
-@pytest.mark.parametrize("position", ["t5", "alibi", "shaw", "deberta"])
+@pytest.mark.parametrize("position", ["t5", "alibi", "fire", "shaw", "deberta"])
 def test_repeated_gradients_are_equal_bit_by_bit(position):
     q, k, v = random_qkv()
     inputs = make_inputs("causal", position)
@@ -185,6 +190,7 @@ def test_bfloat16_is_as_close_to_float64_as_its_precision_allows():
         (1, {"data": 2, "tensor": 4}, "t5"),
         (4, {"fsdp": 4, "expert": 2}, "t5"),
         (2, {"data": 2, "fsdp": 2, "tensor": 2}, "deberta"),
+        (1, {"data": 2, "tensor": 4}, "fire"),
     ],
 )
 def test_flash_shards_over_sequences_and_heads(kv_heads, sizes, position):
@@ -206,13 +212,13 @@ def test_flash_shards_over_sequences_and_heads(kv_heads, sizes, position):
             attention_inputs.replace(q_tokens=shard(tokens), k_tokens=shard(tokens)),
         )
     assert len(actual[0].sharding.device_set) == 8
-    assert_trees_close(actual, expected, atol=1e-4)
+    assert_trees_close(actual, expected, atol=TOLERANCES.get(position, 1e-4))
 
 
 @pytest.mark.parametrize(
     ("order", "position"),
     [(order, name) for order in ("contiguous", "zigzag") for name in (None, "t5")]
-    + [("zigzag", "shaw"), ("contiguous", "deberta")],
+    + [("zigzag", "shaw"), ("zigzag", "fire"), ("contiguous", "deberta")],
 )
 def test_flash_on_a_ring_matches_reference(order, position):
     """Two devices in a ring hold the tokens, and two the heads."""
@@ -318,10 +324,11 @@ def test_auto_selects_flash_on_tpu_where_supported(monkeypatch):
         "reference": "flash: the position scheme is not a function of distance",
     }
     monkeypatch.setattr(attention_backends, "LONG", T)
-    fire = make_inputs("causal", "fire")
+    where = ORDERED.replace(order="increasing")
+    spread = make_inputs("causal", "fire").replace(q_tokens=where, k_tokens=where)
     assert (
-        choose("flash", q, k, v, fire)
-        is choose("auto", q, k, v, fire)
+        choose("flash", q, k, v, spread)
+        is choose("auto", q, k, v, spread)
         is BACKENDS["blockwise"].attend
     )
     assert choose("reference", q, k, v, base) is BACKENDS["reference"].attend

@@ -25,8 +25,8 @@ from transformer.model.attention_backends import BACKENDS, Inputs
 from transformer.parallel.config import MeshConfig
 from transformer.parallel.mesh import make_mesh, use
 
-KINDS = ("none", "t5", "shaw")
-"""One scheme outside of attention, one function of distance, and one of content."""
+KINDS = ("none", "t5", "fire", "shaw")
+"""One scheme outside of attention, and functions of distance, of position, and of content."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,6 +15,7 @@ Compare   the kernel without a position scheme
 """
 
 import argparse
+import functools
 import os
 import tempfile
 from collections.abc import Callable
@@ -57,7 +58,7 @@ def compile_kernels(chip: str, scheme: str, tile: int, d_head: int) -> None:
     from transformer.model.attention_backends.flash.forward import forward
     from transformer.model.attention_backends.flash.settings import Settings
     from transformer.model.attention_backends.flash.tiles import EACH, LANES, NONE, Limits
-    from transformer.model.positions import Terms
+    from transformer.model.positions.base import Lines, Terms
     from transformer.parallel.config import MeshConfig
     from transformer.parallel.mesh import make_mesh, use
 
@@ -67,8 +68,11 @@ def compile_kernels(chip: str, scheme: str, tile: int, d_head: int) -> None:
     reach = 2 * tile - LANES
     vector = array(2, T + reach - 1, dtype=jnp.float32)
     table = array(2, T + reach, d_head, dtype=jnp.float32)
+    f32 = functools.partial(array, dtype=jnp.float32)
+    of_query, knots, line = f32(1, 2, T), f32(2, 1090), f32(2, 1089)
     terms = {
         "none": Terms(1.0),
+        "fire": Terms(1.0, vector, lines=Lines(knots, line, line), rows_BxNxT=of_query),
         "shaw": Terms(1.0, keys_NxDxH=table, values_NxDxV=table, ends=(-16, 16)),
         "transformer_xl": Terms(1.0, vector, keys_NxDxH=table),
         "deberta": Terms(1.0, vector, keys_NxDxH=table, queries_NxDxH=table, ends=(-128, 127)),
@@ -79,7 +83,7 @@ def compile_kernels(chip: str, scheme: str, tile: int, d_head: int) -> None:
     if terms.ends:
         settings = settings._replace(kinds=(EACH, NONE))
         kinds = array(1, T // tile, T // tile, dtype=jnp.int32)
-    x, of_query = array(1, 2, T, d_head), array(1, 2, T, dtype=jnp.float32)
+    x = array(1, 2, T, d_head)
     limits = Limits(tokens, None, tokens, tokens, tokens, kinds)
     args = (x, x, x, limits, terms, array(6, dtype="int32"))
     with use(make_mesh(MeshConfig(data=1), [device])):
@@ -104,14 +108,40 @@ def cycles(schedule: KernelSchedule, scheme: str, tile: int) -> dict[str, float]
     return {"head": of_sequence + of_head, "tile": shown.own, **units}
 
 
+def with_knots(schedule: KernelSchedule, tile: int) -> tuple[float, float]:
+    """Returns the cycles of a tile of "fire" without a mask and a knot, and those of each knot.
+
+    The tile is computed in parts of 16,384 elements, in a loop. In it, a loop over knots selects
+    lines. In the backward kernel, a loop over lines follows, with a loop over the same parts.
+    """
+    inside = lambda block: [block, *(x for inner in block.inner for x in inside(inner))]
+    has_products = lambda block: schedule.busy(block, "MXU") > 0
+    full = list(filter(has_products, inside(schedule.kernel)))[-1]
+    select, *gradient = full.inner
+    (knots,), parts = select.inner[0].inner, tile**2 // 2**14
+    before, each = full.own + parts * (select.own + select.inner[0].own), parts * knots.own
+    if gradient:
+        (lines,) = gradient[0].inner
+        of_line = lines.own + parts * lines.inner[0].own
+        before, each = before + of_line, each + of_line
+    return before, each
+
+
 def measure(chip: str, scheme: str, tile: int = 0, d_head: int = H) -> dict[str, dict[str, float]]:
     """Returns the cycles of both kernels; without `tile`, with the usual one."""
     tile = tile or usual_tile(chip, scheme)
+    return {
+        name: cycles(schedule, scheme, tile)
+        for name, schedule in compiled(chip, scheme, tile, d_head).items()
+    }
+
+
+def compiled(chip: str, scheme: str, tile: int, d_head: int) -> dict[str, KernelSchedule]:
+    """Returns the schedules of both kernels."""
     args, kernels = (chip, scheme, tile, d_head), ("flash_forward", "flash_backward")
-    if (compiled := schedules(compile_kernels, args, kernels)) is None:
+    if (found := schedules(compile_kernels, args, kernels)) is None:
         raise SystemExit(f"the compiler failed for {chip} with {scheme!r}")
-    pairs = zip(("forward", "backward"), compiled, strict=True)
-    return {name: cycles(schedule, scheme, tile) for name, schedule in pairs}
+    return dict(zip(("forward", "backward"), found, strict=True))
 
 
 def schedules(compiled: Callable, args: tuple, kernels: tuple[str, ...]):
@@ -161,6 +191,11 @@ def main() -> None:
                 units = units if args.units else []
                 size = " x ".join([str(usual_tile(chip, scheme))] * 2)
                 line(chip, size, kernel, scheme, *of_tile, f"{row['head']:,}", ratio, *units)
+    for chip in args.chips.split(",") if args.schemes == ",".join(SCHEMES) else ():
+        tile = usual_tile(chip, "fire")
+        for name, schedule in compiled(chip, "fire", tile, H).items():
+            of_tile, of_knot = with_knots(schedule, tile)
+            print(f"{chip}: fire, {name}: {of_tile:,} cycles of a tile, {of_knot:,} of each knot")
 
 
 if __name__ == "__main__":

@@ -46,17 +46,18 @@ class Inputs:
         """The position scheme if it acts on the logits or on the attention output, else None."""
         return self.position if self.position is not None and self.position.acts_on_logits else None
 
-    def by_index(self) -> "Inputs":
+    def by_index(self, with_starts: bool = False) -> "Inputs":
         """Replaces positions by indices in the sequence, if this does not change results. All
         sequences then have the same positions, so that one bias array serves the whole batch, and
         blocks of tokens that a mask excludes are known from the positions. Results do not change if
         the tokens of a document are contiguous, queries attend only to keys of their document, and
-        the position scheme's logits depend on distances alone."""
+        the position scheme's logits depend on distances alone. The scheme may also depend on the
+        positions of queries if the backend knows `start_BxT` (`with_starts`)."""
         q, k, position = self.q_tokens, self.k_tokens, self.logits_position
         in_order = q.order == k.order in ("contiguous", "zigzag")
         aligned = self.first is not None or q.positions_BxT.shape[1] == k.positions_BxT.shape[1]
         by_distance = position is None or position.by_distance
-        if not (in_order and aligned and self.mask.within and by_distance):
+        if not (in_order and aligned and self.mask.within and (by_distance or with_starts)):
             return self
         (q_first, k_first), until = (0, 0) if self.first is None else self.first, q.until_BxT
         count = lambda tokens: jnp.arange(tokens.positions_BxT.shape[1], dtype=jnp.int32)[None]
@@ -65,6 +66,8 @@ class Inputs:
             q_indices, k_indices = (zigzag(x, axis_of("length")[1]) for x in (q_indices, k_indices))
         if until is not None:
             until = until - q.positions_BxT + q_indices
+        if not by_distance:
+            q = q.replace(start_BxT=q_indices - q.positions_BxT)
         q = q.replace(positions_BxT=q_indices, until_BxT=until)
         return self.replace(q_tokens=q, k_tokens=k.replace(positions_BxT=k_indices))
 

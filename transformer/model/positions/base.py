@@ -76,13 +76,24 @@ class Pair:
 
 
 @struct.dataclass
+class Lines:
+    """A function f of one number x, for each head. It is linear between J knots in ascending order:
+    f(x) = a_i + b_i x from knot i to knot i + 1, and before the first. No x is after the last."""
+
+    knots_NxJ: jax.Array
+    a_NxI: jax.Array
+    b_NxI: jax.Array
+
+
+@struct.dataclass
 class Terms:
     """What a scheme adds to attention, as functions of the distance d = t - s:
 
         e_ts = scale (q_t + u) . (k_s + keys[d]) + scale k_s . queries[d] + bias[d]
         o_t = sum_s w_ts (v_s + values[d])
 
-    Terms that are None are absent. D distances; N may be 1, for all heads."""
+    Terms that are None are absent. D distances; N may be 1, for all heads. With `lines`, a function
+    f, bias[d] is replaced by f(rows_t bias[d]); `Position.rows` returns rows_t."""
 
     scale: float = struct.field(pytree_node=False)
     bias_NxD: jax.Array | None = None
@@ -90,6 +101,8 @@ class Terms:
     keys_NxDxH: jax.Array | None = None
     queries_NxDxH: jax.Array | None = None
     values_NxDxV: jax.Array | None = None
+    lines: Lines | None = None
+    rows_BxNxT: jax.Array | None = None
     # Keys, queries and values are constant up to the first, and from the second of these distances
     ends: tuple[int, int] | None = struct.field(pytree_node=False, default=None)
 
@@ -177,6 +190,10 @@ class Position:
         and `value` depend on positions only through distance overrides it, so that fused kernels
         support the scheme. `scale` is that of the products."""
         return Terms(scale, self.distance_bias(distance_D))
+
+    def rows(self, q_positions_BxT: jax.Array) -> jax.Array | None:
+        """Returns float32[B, T], which multiplies the bias of `terms` before `lines`, or None."""
+        return None
 
     @property
     def is_distance_bias(self) -> bool:

@@ -4,13 +4,23 @@ Shape suffixes: B batch, T query length, S key length, N heads, R buckets."""
 
 import functools
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
 from transformer.limits import Positive, Size
-from transformer.model.positions.base import Position, declare, fact, option, per_head, register
+from transformer.model.positions.base import (
+    Lines,
+    Position,
+    Terms,
+    declare,
+    fact,
+    option,
+    per_head,
+    register,
+)
 
 
 @register("alibi")
@@ -181,10 +191,12 @@ class Fire(Position):
 
     Parameters: width * (3 + width + N) + N + 2 per stack, shared by its layers ("FIRE-S").
     Beyond the training length: extrapolates; the network's inputs stay in [-1, 1].
-    Cost: a network of width^2 multiplications per pair of tokens."""
+    Cost: a network of width^2 multiplications per pair of tokens; in fused attention, three
+    operations for each point of a tile's inputs at which a unit changes sign."""
 
     width: Size = option(32)
     threshold: Positive = option(256.0)
+    causal: bool = fact(False)
     c: jax.Array | None = None
     length: jax.Array | None = None
     layers: tuple = ()
@@ -201,16 +213,66 @@ class Fire(Position):
         hidden = layer(0, 1, self.width), layer(1, self.width, self.width)
         layers = (*hidden, layer(2, self.width, facts.num_heads, "heads"))
         c, length = scalar("fire_c", 0.1), scalar("fire_threshold", self.threshold)
-        return self.replace(c=c, length=length, layers=layers)
+        return super().bind(param, facts).replace(c=c, length=length, layers=layers)
 
     def bias(self, q_positions_BxT, k_positions_BxS):
-        c = jnp.maximum(self.c.astype(jnp.float32), 1e-6)
-        psi = lambda x: jnp.log1p(c * x)
-        distance = (q_positions_BxT[:, :, None] - k_positions_BxS[:, None, :]).astype(jnp.float32)
+        distance = q_positions_BxT[:, :, None] - k_positions_BxS[:, None, :]
+        x_BxTxS = self._psi(distance) / self._largest(q_positions_BxT)[:, :, None]
+        return jnp.moveaxis(_network(self.layers, x_BxTxS), -1, 1)
+
+    def rows(self, q_positions_BxT):
+        return 1.0 / self._largest(q_positions_BxT)
+
+    def terms(self, distance_D, scale):
+        knots_J = jnp.array([0.0 if self.causal else -FAR, FAR])
+        fixed = jax.lax.stop_gradient(self.layers)
+        for i in (1, 2):
+            unit_zeros = _zeros(lambda x, i=i: _network(fixed[:i], x), knots_J)
+            knots_J = jnp.sort(jnp.concatenate([knots_J, unit_zeros]))
+            is_first = jnp.diff(knots_J, prepend=-2 * FAR) > 1e-6
+            knots_J = jnp.sort(jnp.where(is_first, knots_J, FAR))
+        x_I = _points(knots_J)
+        f_IxN, slope_IxN = _with_slope(lambda x: _network(self.layers, x), x_I)
+        lines = Lines(knots_J[None], (f_IxN - slope_IxN * x_I[:, None]).T, slope_IxN.T)
+        return Terms(scale, self._psi(distance_D)[None], lines=lines)
+
+    def _largest(self, positions_BxT: jax.Array) -> jax.Array:
         threshold = jnp.maximum(self.length.astype(jnp.float32), 1.0)
-        longest = jnp.maximum(q_positions_BxT.astype(jnp.float32), threshold)
-        h = (jnp.sign(distance) * psi(jnp.abs(distance)) / psi(longest)[:, :, None])[..., None]
-        for i, (kernel, bias) in enumerate(self.layers):
-            h = h @ kernel.astype(jnp.float32) + bias.astype(jnp.float32)
-            h = jax.nn.relu(h) if i < len(self.layers) - 1 else h
-        return jnp.moveaxis(h, -1, 1)
+        return self._psi(jnp.maximum(positions_BxT.astype(jnp.float32), threshold))
+
+    def _psi(self, x: jax.Array) -> jax.Array:
+        c = jnp.maximum(self.c.astype(jnp.float32), 1e-6)
+        return jnp.sign(x) * jnp.log1p(c * jnp.abs(x).astype(jnp.float32))
+
+
+FAR = 1e6  # beyond all inputs
+
+
+def _network(layers: tuple, x: jax.Array) -> jax.Array:
+    """Returns float32[..., outputs] of a network with ReLU units for numbers x."""
+    h = x[..., None]
+    for i, (kernel, bias) in enumerate(layers):
+        h = jax.nn.relu(h) if i > 0 else h
+        h = jnp.matmul(h, kernel.astype(jnp.float32), precision="highest")
+        h += bias.astype(jnp.float32)
+    return h
+
+
+def _with_slope(f: Callable, x_I: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return jax.jvp(f, (x_I,), (jnp.ones_like(x_I),))
+
+
+def _points(knots_J: jax.Array) -> jax.Array:
+    """Returns a point between each two knots. Far from 0, f(x) - slope x would not be exact."""
+    low, high = knots_J[:-1], knots_J[1:]
+    nearest = jnp.clip(0.0, low, high)
+    return nearest + jnp.clip((low + high) / 2 - nearest, -0.5, 0.5)
+
+
+def _zeros(f: Callable, knots_J: jax.Array) -> jax.Array:
+    """Returns where each output of f is 0 between each two knots, or `FAR`. f is linear there."""
+    x_I = _points(knots_J)
+    f_IxW, slope_IxW = _with_slope(f, x_I)
+    zeros_IxW = x_I[:, None] - f_IxW / slope_IxW
+    inside = (zeros_IxW > knots_J[:-1, None]) & (zeros_IxW < knots_J[1:, None])
+    return jnp.where(inside, zeros_IxW, FAR).reshape(-1)

@@ -31,7 +31,8 @@ def why_not(q, k, v, inputs: Inputs) -> str | None:
     position, mask = inputs.logits_position, inputs.mask
     by_distance = position is not None and position.has_terms
     in_order = inputs.q_tokens.order == inputs.k_tokens.order in ("contiguous", "zigzag")
-    has_tables = by_distance and shapes(position).tables
+    terms = shapes(position) if by_distance else None
+    has_tables = terms is not None and (terms.tables or terms.lines is not None)
     problems = {
         "on GPUs, the position scheme may depend on distance alone": has_tables and call.on_gpu(),
         "on GPUs, it supports head sizes up to 256": max(q.shape[-1], v.shape[-1]) > 256
@@ -46,9 +47,9 @@ def why_not(q, k, v, inputs: Inputs) -> str | None:
 
 def flash(q_BxTxNxH, k_BxSxKxH, v_BxSxKxV, inputs: Inputs) -> jax.Array:
     """Returns what `reference` returns."""
-    inputs = inputs.by_index()
-    tables = shapes(inputs.logits_position).tables
-    sizes = (q_BxTxNxH.shape[-1], v_BxSxKxV.shape[-1], len(tables))
+    inputs = inputs.by_index(with_starts=True)
+    terms = shapes(inputs.logits_position)
+    sizes = q_BxTxNxH.shape[-1], v_BxSxKxV.shape[-1], len(terms.tables), terms.lines is not None
     size = block_size(q_BxTxNxH.dtype.itemsize, *sizes)
     if _is_sharded(q_BxTxNxH):
         return ring(q_BxTxNxH, k_BxSxKxH, v_BxSxKxV, inputs, BlockPair(size))

@@ -13,6 +13,7 @@ Shape suffixes: B batch, N query heads, K key/value heads, T query length, S key
 (of values: V), D distances, t queries per block, s keys per block."""
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from transformer.model.attention_backends.flash import content, settings as shared, tiles, toeplitz
+from transformer.model.attention_backends.flash.bias import Bias
 from transformer.model.attention_backends.flash.settings import NN, NT, TN, Settings, product
 from transformer.model.attention_backends.flash.tiles import LANES, Limits, widen
 from transformer.model.positions import Terms
@@ -42,16 +44,16 @@ def backward(
     of_queries = shared.head_spec(T, lambda n, j: (n, 0))
     of_keys = shared.head_spec(s, lambda n, j: (lax.div(n, heads // kv_heads), j))
     of_results = shared.head_spec(s, lambda n, j: (n, j))
-    of_terms = functools.partial(jax.tree.map, shared.term_spec)
     row = pl.BlockSpec((None, None, 1, T), lambda n, b, j, *_: (b, n, 0, 0))
     call = settings.call(
         _kernel, name="flash_backward", grid=(heads, batch, S // s),
         in_specs=[
             *(of_queries(H), of_keys(H), of_keys(V)), jax.tree.map(shared.row_spec, queries),
-            jax.tree.map(functools.partial(shared.row_spec, block=s), keys), of_terms(terms),
+            jax.tree.map(functools.partial(shared.row_spec, block=s), keys),
+            shared.term_specs(terms, row),
             *(row, row, of_queries(V)),
         ],
-        out_specs=[of_queries(H), of_results(H), of_results(V), of_terms(d_terms)],
+        out_specs=[of_queries(H), of_results(H), of_results(V), shared.term_specs(d_terms, row)],
         out_shape=[
             settings.like(q_BxNxTxH, (batch, heads, T, H)),
             settings.like(k_BxKxSxH, (batch, heads, S, H)),
@@ -62,6 +64,7 @@ def backward(
             *(toeplitz.table(terms.bias_NxD), toeplitz.table(d_terms.bias_NxD)),
             jax.tree.map(lambda x: pltpu.VMEM((s, LANES), x.dtype), keys),
             pltpu.VMEM((s, LANES), jnp.int32) if settings.dropout else None,
+            [] if terms.lines is None else [shared.f32(s, t)] * 3,
         ],
     )  # fmt: skip
     qkv = q_BxNxTxH, k_BxKxSxH, v_BxKxSxV
@@ -69,23 +72,25 @@ def backward(
     d_q, d_k, d_v, d_terms = call(schedule, seed, *qkv, queries, keys, terms, *rows)
     if d_terms.bias_NxD is not None:
         d_terms = d_terms.replace(bias_NxD=toeplitz.unpacked(d_terms.bias_NxD)[:, ::-1])
+    in_rows = d_terms.lines, d_terms.rows_BxNxT
+    d_lines, d_rows = jax.tree.map(lambda x: jnp.squeeze(x, -2), in_rows)
+    d_terms = d_terms.replace(lines=d_lines, rows_BxNxT=d_rows)
     return d_q, d_k, d_v, *([d_terms] if learned else [])
 
 
 def _kernel(settings: Settings, schedule: tiles.Schedule, seed_ref, *refs):
     q_ref, k_ref, v_ref, query_refs, key_refs, tables, lse_ref, delta_ref, d_out_ref = refs[:9]
     d_q_ref, d_k_ref, d_v_ref, d_tables, d_q_sum, d_k_sum, d_v_sum = refs[9:16]
-    table_ref, d_table_ref, column_refs, bits_ref = refs[16:]
+    table_ref, d_table_ref, column_refs, bits_ref, bend_refs = refs[16:]
     t, s, T = settings.q_block, settings.k_block, q_ref.shape[0]
     sequence, block = pl.program_id(1), pl.program_id(2)
     is_last = lambda axis: pl.program_id(axis) == pl.num_programs(axis) - 1
-    last_sequence, last_block = is_last(1), is_last(2)
     in_first = (sequence == 0) & (block == 0)
     if table_ref is not None:
         pl.when(in_first)(lambda: toeplitz.build(tables.bias_NxD, table_ref))
-    for ref in jax.tree.leaves((d_table_ref, d_tables)):
-        pl.when(in_first)(functools.partial(_clear, ref))
-    pl.when(block == 0)(lambda: _clear(d_q_sum))
+    _clear_if(in_first, (d_table_ref, d_tables.replace(lines=None, rows_BxNxT=None)))
+    _clear_if(in_first, d_tables.lines, _clear_scalars)
+    _clear_if(block == 0, (d_q_sum, d_tables.rows_BxNxT))
     _clear(d_k_sum)
     _clear(d_v_sum)
     jax.tree.map(tiles.write_column, column_refs, key_refs)
@@ -103,7 +108,9 @@ def _kernel(settings: Settings, schedule: tiles.Schedule, seed_ref, *refs):
         )
         start = toeplitz.first_row(block * s, other * t, T)
         products = windows.add_products(product(k, q, NT), q, k)
-        logits = settings.logits(products, table_ref, start, of_tile() if masked else None)
+        rows_ref = jax.tree.map(lambda ref: ref.at[:, queries], tables.rows_BxNxT)
+        bias = Bias.of(table_ref, start, tables.lines, rows_ref, bend_refs)
+        logits = settings.logits(bias.add(products), of_tile() if masked else None)
         weights = dropped = jnp.exp(logits - lse_ref[:, queries])
         d_weights = product(v_ref[...], d_out, NT)
         if windows.values is not None:
@@ -117,8 +124,7 @@ def _kernel(settings: Settings, schedule: tiles.Schedule, seed_ref, *refs):
         d_logits = weights * (d_weights - delta_ref[:, queries])
         if settings.soft_cap:
             d_logits *= 1.0 - jnp.minimum(jnp.square(logits / settings.soft_cap), 1.0)
-        if d_table_ref is not None:
-            toeplitz.accumulate(d_logits, d_table_ref, start)
+        bias.add_gradients(d_logits, d_table_ref, d_tables, rows_ref, queries)
         windows.add_gradients(d_logits, q, k, d_q_sum.at[queries, :], d_k_sum, d_tables)
         d_logits = d_logits.astype(q.dtype)
         d_k_sum[...] += product(d_logits, q, NN)
@@ -127,14 +133,26 @@ def _kernel(settings: Settings, schedule: tiles.Schedule, seed_ref, *refs):
     schedule.for_each_tile(add_tile, settings.kinds)
     _write(d_k_ref, d_k_sum)
     _write(d_v_ref, d_v_sum)
-    pl.when(last_block)(lambda: _write(d_q_ref, d_q_sum))
+    pl.when(is_last(2))(lambda: _write(d_q_ref, d_q_sum))
     if d_table_ref is not None:
         collect = functools.partial(toeplitz.collect, d_table_ref, d_tables.bias_NxD)
-        pl.when(last_sequence & last_block)(collect)
+        pl.when(is_last(1) & is_last(2))(collect)
 
 
 def _clear(ref) -> None:
     ref[...] = jnp.zeros_like(ref)
+
+
+def _clear_scalars(ref) -> None:
+    def clear(i, _):
+        ref[0, i] = 0.0
+
+    lax.fori_loop(0, ref.shape[1], clear, None)
+
+
+def _clear_if(condition, refs, clear: Callable = _clear) -> None:
+    for ref in jax.tree.leaves(refs):
+        pl.when(condition)(functools.partial(clear, ref))
 
 
 def _write(ref, total_ref) -> None:

@@ -31,19 +31,23 @@ COST = {
 """Time per pair of tokens by kind of device and number of tokens per tile, relative to 512, from
 experiments/benchmarks/tile_sizes.py."""
 
-BYTES_PER_PAIR = 24  # of on-chip memory, for the tiles that a kernel works on
+
+def bytes_per_pair(lines: bool) -> int:
+    """Returns the on-chip memory for the tiles that a kernel works on, per pair of tokens."""
+    return 40 if lines else 24
 
 
-def bytes_per_token(itemsize: int, H: int, V: int, tables: int) -> int:
+def bytes_per_token(itemsize: int, H: int, V: int, tables: int, lines: bool) -> int:
     """Returns the on-chip memory that the backward pass needs per token. It holds queries, the
-    gradients of outputs and of queries (float32), and five rows of numbers, each in two buffers;
-    and the sum of the gradients of queries. A sequence has two rows of the bias table and of its
-    gradient per token, and the 8 copies that they are built from in two buffers. So have the
-    position scheme's tables of vectors and their gradients."""
+    gradients of outputs and of queries (float32), and five rows of numbers (seven with lines), each
+    in two buffers; and the sum of the gradients of queries. A sequence has two rows of the bias
+    table and of its gradient per token, and the 8 copies that they are built from in two buffers.
+    So have the position scheme's tables of vectors and their gradients."""
     lanes = lambda size: -(-size // LANES) * LANES
-    of_queries = 2 * itemsize * (lanes(H) + lanes(V)) + (2 + 1) * 4 * lanes(H) + 2 * 5 * 4
+    of_queries = 2 * itemsize * (lanes(H) + lanes(V)) + (2 + 1) * 4 * lanes(H)
+    of_rows = 2 * 4 * (7 if lines else 5)
     of_bias = 2 * 2 * 4 * (LANES + 2 * 8)
-    return of_queries + of_bias + tables * 2 * 2 * (itemsize + 4) * lanes(max(H, V))
+    return of_queries + of_rows + of_bias + tables * 2 * 2 * (itemsize + 4) * lanes(max(H, V))
 
 
 def on_gpu() -> bool:
@@ -57,14 +61,14 @@ def of_device(table: dict):
     return table.get(device.device_kind, table[""])
 
 
-def block_size(itemsize: int, H: int, V: int, tables: int) -> int:
+def block_size(itemsize: int, H: int, V: int, tables: int, lines: bool) -> int:
     """Returns the largest number of tokens that fits into on-chip memory, whole tiles if possible.
     GPUs read keys and values from their main memory."""
     if on_gpu():
         return 2**30
     memory, tile = of_device(MEMORY) * 2**20, max(of_device(COST))
-    free = int(0.9 * memory) - BYTES_PER_PAIR * tile**2
-    most = free // bytes_per_token(itemsize, H, V, tables)
+    free = int(0.9 * memory) - bytes_per_pair(lines) * tile**2
+    most = free // bytes_per_token(itemsize, H, V, tables, lines)
     return most // tile * tile or max(most // LANES * LANES, LANES)
 
 
@@ -107,13 +111,19 @@ class Call(NamedTuple):
             distances_D = offset + jnp.arange(-reach, T + more_T + 1, dtype=jnp.int32)
             args = q_BxTxNxH, k_BxSxKxH, v_BxSxKxV, position, inputs.scale, distances_D
             q_BxTxNxH, k_BxSxKxH, v_BxSxKxV, terms = prepare(*args)
+            if (rows_BxT := position.rows(inputs.q_tokens.positions_in_document)) is not None:
+                rows_BxT = jnp.pad(rows_BxT, ((0, 0), (0, more_T)))
+                shape = len(q_BxTxNxH), N, T + more_T
+                terms = terms.replace(rows_BxNxT=jnp.broadcast_to(rows_BxT[:, None], shape))
             kinds = kinds_of_tiles(offset, (T + more_T, S + more_S), (t, s), terms.ends)
         pad = lambda x, size: jnp.pad(by_head(x), ((0, 0), (0, 0), (0, size), (0, 0)))
         scaled = (q_BxTxNxH * terms.scale).astype(k_BxSxKxH.dtype)
+        has_lines = terms.lines is not None
         # XLA keeps arrays between kernels in the remaining memory.
-        sizes = (k_BxSxKxH.dtype.itemsize, q_BxTxNxH.shape[-1], v_BxSxKxV.shape[-1])
-        of_tokens = max(T + more_T, S + more_S) * bytes_per_token(*sizes, len(terms.tables))
-        vmem = of_tokens + BYTES_PER_PAIR * max(t * s, 512**2)
+        head_sizes = q_BxTxNxH.shape[-1], v_BxSxKxV.shape[-1]
+        sizes = k_BxSxKxH.dtype.itemsize, *head_sizes, len(terms.tables)
+        of_tokens = max(T + more_T, S + more_S) * bytes_per_token(*sizes, has_lines)
+        vmem = of_tokens + bytes_per_pair(has_lines) * max(t * s, 512**2)
         numbers = t, s, reach, inputs.soft_cap, dropout, N, not whole, vmem, platform() == "cpu"
         tiles = (EACH,) if terms.ends is None else (EACH, NONE) if causal else (EACH, ONE, NONE)
         # The share of pairs that a causal mask allows differs between pairs of blocks.
@@ -154,7 +164,9 @@ class Call(NamedTuple):
             seed = jnp.stack([*seed, index(batch_axes) * len(q), index(head_axes) * q.shape[1]])
             out = kernel(self.settings, q, k, v, limits, terms, seed, *more)
             if learned and batch_axes:
-                out = (*out[:-1], jax.lax.psum(out[-1], batch_axes))
+                rows = out[-1].rows_BxNxT  # of each sequence, unlike the other terms
+                d_terms = jax.lax.psum(out[-1].replace(rows_BxNxT=None), batch_axes)
+                out = (*out[:-1], d_terms.replace(rows_BxNxT=rows))
             return out
 
         mesh = jax.sharding.get_abstract_mesh()
@@ -162,6 +174,8 @@ class Call(NamedTuple):
             of_heads, by_sequence = P(batch_axes or None, head_axes or None), P(batch_axes or None)
             of_limits = jax.tree.map(lambda x: by_sequence if len(x) > 1 else P(), limits)
             of_terms = jax.tree.map(lambda _: P(head_axes or None), terms)
+            of_rows = None if terms.rows_BxNxT is None else of_heads
+            of_terms = of_terms.replace(rows_BxNxT=of_rows)
             in_specs = (*[of_heads] * 3, of_limits, of_terms, P(), *[of_heads] * len(more))
             out_specs = (*[of_heads] * results, *[of_terms] * learned)
             specs = {"in_specs": in_specs, "out_specs": out_specs}

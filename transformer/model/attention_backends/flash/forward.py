@@ -16,6 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from transformer.model.attention_backends.blockwise import LOWEST
 from transformer.model.attention_backends.flash import content, settings as shared, tiles, toeplitz
+from transformer.model.attention_backends.flash.bias import Bias
 from transformer.model.attention_backends.flash.settings import NN, NT, Settings, product
 from transformer.model.attention_backends.flash.tiles import LANES, Limits, widen
 from transformer.model.positions import Terms
@@ -39,7 +40,7 @@ def forward(
         in_specs=[
             *(of_queries(H), of_keys(H), of_keys(V)),
             jax.tree.map(functools.partial(shared.row_spec, block=t), queries),
-            jax.tree.map(shared.row_spec, keys), jax.tree.map(shared.term_spec, terms),
+            jax.tree.map(shared.row_spec, keys), shared.term_specs(terms, row),
         ],
         out_specs=[of_queries(V), row],
         out_shape=[
@@ -50,6 +51,7 @@ def forward(
             *[shared.f32(t, LANES)] * 2, shared.f32(t, V), toeplitz.table(terms.bias_NxD),
             jax.tree.map(lambda x: pltpu.VMEM((t, LANES), x.dtype), queries),
             pltpu.VMEM((t, LANES), jnp.int32) if settings.dropout else None,
+            *((None, []) if terms.lines is None else (shared.f32(t, LANES), [shared.f32(t, s)])),
         ],
     )  # fmt: skip
     out, lse = call(schedule, seed, q_BxNxTxH, k_BxKxSxH, v_BxKxSxV, queries, keys, terms)
@@ -58,13 +60,13 @@ def forward(
 
 def _kernel(settings: Settings, schedule: tiles.Schedule, seed_ref, *refs):
     q_ref, k_ref, v_ref, query_refs, key_refs, tables, out_ref, lse_ref = refs[:8]
-    m_ref, l_ref, sum_ref, table_ref, column_refs, bits_ref = refs[8:]
+    m_ref, l_ref, sum_ref, table_ref, column_refs, bits_ref, rows_ref, bend_refs = refs[8:]
     t, s = settings.q_block, settings.k_block
     block, V = pl.program_id(2), v_ref.shape[-1]
     if table_ref is not None:
         in_first = (pl.program_id(1) == 0) & (block == 0)
         pl.when(in_first)(lambda: toeplitz.build(tables.bias_NxD, table_ref))
-    jax.tree.map(tiles.write_column, column_refs, query_refs)
+    jax.tree.map(tiles.write_column, (column_refs, rows_ref), (query_refs, tables.rows_BxNxT))
     m_ref[...] = jnp.full_like(m_ref, LOWEST)
     l_ref[...] = jnp.zeros_like(l_ref)
     sum_ref[...] = jnp.zeros_like(sum_ref)
@@ -82,7 +84,8 @@ def _kernel(settings: Settings, schedule: tiles.Schedule, seed_ref, *refs):
         q, k = q_ref[...], k_ref[keys, :]
         windows = content.Windows.of(tables, block * t, other * s, settings.reach, kind, "queries")
         products = windows.add_products(product(q, k, NT), q, k)
-        logits = settings.logits(products, table_ref, start, of_tile() if masked else None)
+        bias = Bias.of(table_ref, start, tables.lines, rows_ref, bend_refs)
+        logits = settings.logits(bias.add(products), of_tile() if masked else None)
         old_m, old_l = m_ref[...], l_ref[...]
         m = jnp.maximum(old_m, jnp.max(logits, axis=1, keepdims=True))
         weights = jnp.exp(logits - widen(m, s))

@@ -12,6 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from transformer.model.attention_backends.blockwise import MASKED
 from transformer.model.attention_backends.flash import toeplitz
+from transformer.model.attention_backends.flash.bias import line_spec, scalars
 from transformer.model.attention_backends.flash.tiles import EACH, Limits
 from transformer.model.dropout import keep_pairs, token_bits
 from transformer.model.positions import Terms
@@ -49,10 +50,9 @@ class Settings(NamedTuple):
         spec = pltpu.PrefetchScalarGridSpec(num_scalar_prefetch=2, **grid)
         return pl.pallas_call(functools.partial(kernel, self), out_shape, grid_spec=spec, **options)
 
-    def logits(self, products: jax.Array, table_ref, start, limits: Limits | None) -> jax.Array:
-        """Returns the logits of a tile from its scaled products of queries and keys. `limits` is
-        None for a tile without masked pairs. `start` is its row in the bias table."""
-        logits = products if table_ref is None else toeplitz.add(products, table_ref, start)
+    def logits(self, logits: jax.Array, limits: Limits | None) -> jax.Array:
+        """Returns the logits of a tile with soft cap and mask. `limits` is None for a tile without
+        masked pairs."""
         if self.soft_cap:
             logits = self.soft_cap * jnp.tanh(logits / self.soft_cap)
         return logits if limits is None else jnp.where(limits.allowed(), logits, MASKED)
@@ -99,10 +99,16 @@ def prepared(terms: Terms, dtype, reverse: bool = False) -> Terms:
     """Returns the terms as the kernels need them: a packed bias, and tables of this type. The bias
     is reversed for tiles whose lanes are queries."""
     bias_NxD = terms.bias_NxD[:, ::-1] if reverse and terms.bias_NxD is not None else terms.bias_NxD
-    tables = jax.tree.map(lambda x: x.astype(dtype), terms.replace(bias_NxD=None))
-    return tables.replace(bias_NxD=toeplitz.packed(bias_NxD))
+    rest = terms.replace(bias_NxD=None, lines=None, rows_BxNxT=None)
+    tables = jax.tree.map(lambda x: x.astype(dtype), rest)
+    rows = jax.tree.map(lambda x: x[:, :, None], terms.rows_BxNxT)
+    more = {"lines": scalars(terms.lines), "rows_BxNxT": rows}
+    return tables.replace(bias_NxD=toeplitz.packed(bias_NxD), **more)
 
 
-def term_spec(x: jax.Array) -> pl.BlockSpec:
-    """The vector or the table of a head, of [N, 8, D] or [N, D, H]."""
-    return pl.BlockSpec((None, *x.shape[1:]), lambda n, *_: (n, 0, 0))
+def term_specs(terms: Terms, row: pl.BlockSpec) -> Terms:
+    """The vector and the tables of a head, of [N, 8, D] and [N, D, H]; a `row` of its rows."""
+    of_head = lambda x: pl.BlockSpec((None, *x.shape[1:]), lambda n, *_: (n, 0, 0))
+    specs = jax.tree.map(of_head, terms)
+    lines = jax.tree.map(line_spec, terms.lines)
+    return specs.replace(lines=lines, rows_BxNxT=None if terms.rows_BxNxT is None else row)

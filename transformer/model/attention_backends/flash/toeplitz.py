@@ -90,9 +90,13 @@ def first_row(row, lane, lanes: int):
 
 def add(tile_txs: jax.Array, table_ref, start) -> jax.Array:
     """Returns the tile plus its bias. `start` is the tile's `first_row`."""
-    rows, lanes = tile_txs.shape
-    add_at = lambda lane: tile_txs[:, lane : lane + LANES] + table_ref[pl.ds(start - lane, rows), :]
-    return jnp.concatenate([add_at(lane) for lane in range(0, lanes, LANES)], axis=1)
+    return tile_txs + expand(table_ref, start, tile_txs.shape)
+
+
+def expand(table_ref, start, shape: tuple[int, int]) -> jax.Array:
+    """Returns the bias of a tile of this shape."""
+    at = lambda lane: table_ref[pl.ds(start - lane, shape[0]), :]
+    return jnp.concatenate([at(lane) for lane in range(0, shape[1], LANES)], axis=1)
 
 
 def accumulate(tile_txs: jax.Array, table_ref, start) -> None:
