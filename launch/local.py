@@ -47,11 +47,6 @@ def variables(index: int, count: int, devices: int, port: int) -> dict[str, str]
         f"{os.environ.get('XLA_FLAGS', '')} "
         f"--xla_force_host_platform_device_count={devices}".strip()
     )
-    # As far as possible, each device runs one operation after another. Where several run at once, a
-    # waiting collective can block the loop that another device waits for, and all devices deadlock.
-    flags += (
-        " --xla_cpu_multi_thread_eigen=false --xla_cpu_enable_concurrency_optimized_scheduler=false"
-    )
     # Many simulated devices share few cores, so a slow device must not count as dead.
     flags += (
         " --xla_cpu_collective_call_terminate_timeout_seconds=600"

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import itertools
+import os
 from types import SimpleNamespace
 
 import jax
@@ -17,6 +18,7 @@ from transformer.errors import UserError
 from transformer.mapping import from_mapping
 from transformer.model.embedding import Embedding
 from transformer.model.network import build_model
+from transformer.parallel.host import run_one_operation_per_device
 from transformer.parallel.mesh import arrange, check_memory, make_mesh, use
 from transformer.parallel.sharding import RULES, shardings, unbox
 from transformer.planning.hlo import HloProgram
@@ -113,6 +115,24 @@ def test_mesh_larger_than_the_machine_raises():
     ]:
         with pytest.raises(UserError, match=message):
             make_mesh(MeshConfig(**sizes))
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("", ""),
+        ("--xla_a=1", "--xla_a=1"),
+        (
+            "--xla_force_host_platform_device_count=8 --xla_cpu_multi_thread_eigen=true",
+            "--xla_force_host_platform_device_count=8 --xla_cpu_multi_thread_eigen=true "
+            "--xla_cpu_enable_concurrency_optimized_scheduler=false",
+        ),
+    ],
+)
+def test_simulated_devices_run_one_operation_at_a_time(monkeypatch, given, expected):
+    monkeypatch.setenv("XLA_FLAGS", given)
+    run_one_operation_per_device()
+    assert os.environ["XLA_FLAGS"] == expected
 
 
 def test_model_larger_than_memory_raises_before_allocation():

@@ -12,10 +12,11 @@ print(transformer.generate(run, ["Where is the library?"]))"""
 
 from etils import epy
 
-from transformer.parallel.host import keep_freed_memory
+from transformer.parallel.host import keep_freed_memory, run_one_operation_per_device
 from transformer.version import __version__
 
 keep_freed_memory()
+run_one_operation_per_device()
 # Names are imported when first used: `--help` needs neither JAX nor Flax, which take a second.
 with epy.lazy_api_imports(globals()):
     from transformer.api import LoadedRun, embed, evaluate, generate, load_run, score, train

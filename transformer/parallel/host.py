@@ -1,4 +1,4 @@
-"""The host: allocator settings, made once before the first computation, and memory size."""
+"""The host: settings, made once before the first computation, and memory size."""
 
 import contextlib
 import ctypes
@@ -26,6 +26,16 @@ def keep_freed_memory() -> bool:
         return False
     trim_threshold, mmap_max, arena_max = -1, -4, -8
     return all([mallopt(mmap_max, 0), mallopt(trim_threshold, -1), mallopt(arena_max, 1)])
+
+
+def run_one_operation_per_device() -> None:
+    """Adds XLA's flags for this, unless they are set, if CPU devices are simulated. Otherwise, a
+    waiting collective can block the loop that another device waits for, and all deadlock."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    if "xla_force_host_platform_device_count" in flags:
+        for name in ("multi_thread_eigen", "enable_concurrency_optimized_scheduler"):
+            flags += "" if name in flags else f" --xla_cpu_{name}=false"
+        os.environ["XLA_FLAGS"] = flags
 
 
 def accelerator() -> str:
