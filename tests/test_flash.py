@@ -238,7 +238,7 @@ def test_flash_on_a_ring_matches_reference(order, position):
         assert_trees_close(value_and_gradients(attend, q, k, v, inputs), expected, atol=1e-4)
 
 
-@pytest.mark.parametrize("position", ["t5", "rotary", "transformer_xl"])
+@pytest.mark.parametrize("position", ["t5", "fire", "rotary", "transformer_xl"])
 def test_prefill_and_later_chunks_match_reference(position):
     """Prompts are padded on the left, and the cache has more slots than they have tokens."""
     prompt = tokens(0, 2, 150, 37).at[0, :60].set(0)
@@ -305,6 +305,9 @@ def test_flash_reports_unsupported_inputs():
         ),
         "the mask": base.replace(mask=PAST & even),
         "does not support the mask": base.replace(mask=CAUSAL),
+        "too many lines": base.replace(
+            position=bound_scheme({"name": "fire", "width": 70}, "decoder", ORDERED)
+        ),
     }
     for reason, attention_inputs in unsupported.items():
         assert reason in flash.why_not(q, k, v, attention_inputs), reason

@@ -272,11 +272,11 @@ def test_scanned_layers_equal_unrolled_ones(name):
 @pytest.mark.parametrize("name", MODELS)
 def test_packed_documents_do_not_leak(name):
     _, params, apply = cached_model(name)
-    x = tokens(1, 1, 14)
-    segments = jnp.array([[1] * 5 + [2] * 6 + [3] * 3])
-    positions = jnp.array([[*range(5), *range(6), *range(3)]])
+    x = tokens(1, 1, 16)
+    segments = jnp.array([[1] * 5 + [2] * 6 + [3] * 5])
+    positions = jnp.array([[*range(5), *range(6), *range(5)]])
     packed = apply(params, x, segment_ids=segments, positions=positions)
-    for first, last in ((0, 5), (5, 11), (11, 14)):
+    for first, last in ((0, 5), (5, 11), (11, 16)):
         np.testing.assert_allclose(
             packed[:, first:last], apply(params, x[:, first:last]), atol=1e-4
         )

@@ -7,7 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from conftest import GENERAL_BACKENDS, init_model, make, masks, schemes, small, tokens
+from conftest import (
+    GENERAL_BACKENDS,
+    init_model,
+    make,
+    masks,
+    run_random,
+    schemes,
+    small,
+    tokens,
+)
 
 from transformer.model.masks import CAUSAL, SAME_SEGMENT, Tokens, window
 from transformer.model.network import build_model
@@ -94,9 +103,9 @@ def test_padding_and_other_sequences_do_not_change_logits(family, position):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_scanned_layers_equal_unrolled_ones(family, placement):
-    config = small(family, norm_placement=placement, position="t5", scan_layers=False)
-    unrolled, params = make(config)
-    scanned = build_model(dataclasses.replace(config, scan_layers=True))
+    config = small(family, norm_placement=placement, position="t5")
+    sides, unrolled = inputs(config), dataclasses.replace(config, scan_layers=False)
+    unrolled_logits, params = run_random(unrolled, *sides)
 
     def stack(tree):
         layers = sorted(key for key in tree if key.startswith("layers_"))
@@ -106,13 +115,9 @@ def test_scanned_layers_equal_unrolled_ones(family, placement):
             }
         return {k: stack(v) if isinstance(v, dict) else v for k, v in tree.items()}
 
-    sides = inputs(config)
     stacked = stack(params)
     assert jax.tree.structure(stacked) != jax.tree.structure(params)
-    scanned_logits, unrolled_logits = (
-        jax.jit(scanned.apply)(stacked, *sides),
-        jax.jit(unrolled.apply)(params, *sides),
-    )
+    scanned_logits = jax.jit(build_model(config).apply)(stacked, *sides)
     np.testing.assert_allclose(scanned_logits, unrolled_logits, atol=2e-5)
 
 

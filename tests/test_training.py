@@ -62,10 +62,10 @@ def random_batch(config, seed=0, rows=16):
     )
 
 
-def train_steps(config, steps=3):
-    """Returns ((loss, gradient norm) of each step, parameters, evaluation loss, shardings).
+def train_steps(config, steps=3, start=None):
+    """Returns ((loss, gradient norm) of each step, parameters, evaluation loss, shardings, start).
 
-    Checks that the training step is compiled once.
+    Checks that the training step is compiled once. `start` is the state before the first step.
     """
     with use(make_mesh(config.mesh)) as mesh:
         model, optimizer = (
@@ -73,7 +73,9 @@ def train_steps(config, steps=3):
             build_optimizer(config.optimizer, config.train.steps, config.model),
         )
         _, placed = abstract_state(config, model, optimizer, mesh)
-        state = init_state(config, model, optimizer, placed)
+        if start is None:
+            start = jax.device_get(init_state(config, model, optimizer, placed))
+        state = jax.device_put(start, placed)
         step, losses = make_train_step(config, model, optimizer, mesh, placed), []
         for i in range(steps):
             batch = random_batch(config, i)
@@ -90,6 +92,7 @@ def train_steps(config, steps=3):
             jax.device_get(state.params),
             float(evaluated["tokens"].nll / evaluated["tokens"].weight),
             placed,
+            start,
         )
 
 
@@ -103,7 +106,7 @@ def reference(family: str, model: str = "{}"):
 @pytest.mark.parametrize("scan", [True, False])
 def test_bfloat16_trains_like_float32(family, scan):
     """This platform supports every matrix product of a step, with its gradients, in bfloat16."""
-    losses, params, evaluated, _ = train_steps(
+    losses, params, evaluated, *_ = train_steps(
         experiment(family, model={"dtype": "bfloat16", "scan_layers": scan})
     )
     assert all(x.dtype == np.float32 for x in jax.tree.leaves(params))
@@ -170,15 +173,18 @@ def test_every_mesh_matches_one_device(mesh, model, train, family):
     """Compares losses, gradient norms, parameters after three steps, and evaluation losses."""
     absent = [side for side in ("encoder", "decoder") if side not in family]
     model = {n: value for n, value in model.items() if n not in [f"num_{s}_layers" for s in absent]}
-    losses, params, evaluated, placed = train_steps(
-        experiment(family, {"data": 1, **mesh}, model, **train)
-    )
     one_device_fields = {
         name: value
         for name, value in model.items()
         if name not in ("remat", "pipeline_microbatches")
     }
-    expected_losses, expected_params, expected_eval, _ = reference(family, repr(one_device_fields))
+    expected_losses, expected_params, expected_eval, _, start = reference(
+        family, repr(one_device_fields)
+    )
+    # Initial values are computed on the mesh for decoders.
+    start = None if family == "decoder" else start
+    config = experiment(family, {"data": 1, **mesh}, model, **train)
+    losses, params, evaluated, placed, _ = train_steps(config, start=start)
     assert any(len(x.device_set) > 1 for x in jax.tree.leaves(placed))
     np.testing.assert_allclose(losses, expected_losses, rtol=2e-5)
     assert evaluated == pytest.approx(expected_eval, rel=2e-4)
@@ -206,7 +212,7 @@ def test_gradient_accumulation_equals_one_batch(mesh):
     assert weights[0] != weights[1], (
         "with equal weights of micro-batches, a mean of means would pass"
     )
-    losses, params, _, _ = train_steps(config)
+    losses, params, *_ = train_steps(config)
     np.testing.assert_allclose(losses, reference("encoder_decoder")[0], rtol=2e-5)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, atol=3e-4),

@@ -46,7 +46,7 @@ def run() -> None:
 def _interrupt(signum, frame) -> None:
     """Raises KeyboardInterrupt, or ends the process if an exception would do harm: the import of an
     extension module may crash, and threads that serve an event loop (as in Orbax) wait forever."""
-    for caller, _ in traceback.walk_stack(frame):
+    for caller, _ in traceback.walk_stack(frame) if frame else ():
         file = caller.f_code.co_filename
         if file.startswith("<frozen importlib") or os.path.dirname(file).endswith("/asyncio"):
             with contextlib.suppress(OSError):

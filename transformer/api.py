@@ -59,9 +59,9 @@ def load_run(workdir: str | os.PathLike, overrides: Mapping[str, Any] = NOTHING)
     allowed = {"decoding", "mesh", "platform", "seed", "data.eval_overlap"}
     if is_converted(workdir):
         allowed.add("data")
-    for key in [x for x in overrides if not {x, x.split(".")[0]} & allowed]:
+    if keys := [key for key in overrides if not {key, key.split(".")[0]} & allowed]:
         way_out = "set only decoding, mesh, platform, seed and data.eval_overlap"
-        raise UserError(f"{key}: a trained run keeps its config; {way_out}")
+        raise UserError(f"{keys[0]}: a trained run keeps its config; {way_out}")
     config = apply_overrides(load_config(workdir), overrides)
     cache_compiled_programs()
     is_set = start_processes() or any(key.startswith("mesh") for key in overrides)

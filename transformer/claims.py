@@ -71,8 +71,9 @@ def _container() -> str:
 def _began(pid: int) -> str:
     """Returns the PID namespace and the start time of the process in clock ticks since boot."""
     start_time = ""
-    with contextlib.suppress(OSError):  # the fields after the name, which is in parentheses
-        start_time = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    with contextlib.suppress(OSError):
+        after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2]
+        start_time = after_name.split()[19]
     return f"{_container()}:{start_time}"
 
 
@@ -206,8 +207,10 @@ class Claim:
 
     def check(self) -> None:
         """Retakes a claim whose file is missing. Raises UserError if another may have held it."""
+        if self.is_held_by(os.getpid()):
+            return
         lapsed = self._lapsed()
-        if self.is_held_by(os.getpid()) or (self.holder() is None and not lapsed and self._make()):
+        if self.holder() is None and not lapsed and self._make():
             return
         late = f" after process {os.getpid()} had not responded for {STALE:.0f} s" if lapsed else ""
         how = f"{self.who()} took over this run{late}"

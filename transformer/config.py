@@ -105,6 +105,7 @@ class Experiment:
         return self.data.chosen
 
     def on(self, mesh: MeshConfig) -> "Experiment":
-        """Returns the experiment on another mesh; without stages, also without micro-batches."""
+        """Returns the same experiment on another mesh. Without pipeline stages,
+        `model.pipeline_microbatches` is reset to 0."""
         model = self.model if mesh.stage != 1 else self.model.part(pipeline_microbatches=0)
         return dataclasses.replace(self, mesh=mesh, model=model)

@@ -122,8 +122,9 @@ def evaluate_tasks(
     manager = TaskManager(include_path=folder, include_defaults=False)
     if not set(tasks) <= set(manager.all_subtasks):
         manager = TaskManager(include_path=folder)  # takes seconds: it reads all built-in tasks
-    for name in [x for x in tasks if not manager.match_tasks([x])]:
-        raise UserError(f"--tasks: no task {name!r}; {nearest(name, manager.all_tasks)}")
+    if unknown := [name for name in tasks if not manager.match_tasks([name])]:
+        suggested = nearest(unknown[0], manager.all_tasks)
+        raise UserError(f"--tasks: no task {unknown[0]!r}; {suggested}")
     results = simple_evaluate(HarnessLM(run), tasks=list(tasks), task_manager=manager, **options)
     if not is_first():
         return ""

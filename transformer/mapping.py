@@ -17,8 +17,8 @@ def from_mapping(cls, values: Mapping, path: str = "", root: type | None = None)
     if not isinstance(values, Mapping):
         raise UserError(f"{path.rstrip('.') or 'config'}: expected {table_of(cls)}, got {values!r}")
     fields = typing.get_type_hints(cls)
-    for key in [x for x in values if x not in fields]:
-        raise UserError(f"{path}{key}: no such field; {way_out(key, fields, root)}")
+    if unknown := [key for key in values if key not in fields]:
+        raise UserError(f"{path}{unknown[0]}: no such field; {way_out(unknown[0], fields, root)}")
     configs = {key for key in values if dataclasses.is_dataclass(fields[key])}
     inner = lambda key: from_mapping(fields[key], values[key], f"{path}{key}.", root)
     return cls(**{key: inner(key) if key in configs else x for key, x in values.items()})

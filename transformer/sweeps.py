@@ -200,8 +200,9 @@ class Sweep:
         for name, example in (("controls", "ARM"), ("declared", "data")):
             if not isinstance(value := getattr(self, name), Mapping):
                 raise UserError(f"sweep: {name}: {value!r}; set a dict, {{{example!r}: 'reason'}}")
-        for arm in [x for x in self.controls if x not in names]:
-            raise UserError(f"sweep: controls: {arm!r} is not an arm; {nearest(arm, names)}")
+        if unknown := [arm for arm in self.controls if arm not in names]:
+            suggested = nearest(unknown[0], names)
+            raise UserError(f"sweep: controls: {unknown[0]!r} is not an arm; {suggested}")
         direction = higher_is_better(self.metric, self.higher_is_better)
         object.__setattr__(self, "higher_is_better", direction)
         object.__setattr__(self, "baseline", self.baseline or names[0])

@@ -4,7 +4,7 @@ Waiting sequences replace those in the batch that have ended. Otherwise, a batch
 longest text ends, and compute the other rows for nothing. The program stops when a quarter of the
 rows have ended. Waiting sequences, whose prompts are read in batches of the same size, take their
 places, and the program goes on ("iteration-level scheduling", Yu et al. 2022, Orca). Shapes do not
-change. The cost is the memory of a second batch. Texts are the same, up to rounding."""
+change. The cost is the memory of a second batch. Replacement changes texts only by rounding."""
 
 import dataclasses
 from collections import deque

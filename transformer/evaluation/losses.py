@@ -89,6 +89,7 @@ def by_token(
 
     batches = subject.data.batches(subject.part, subject.share.sequences)
     count = min(filter(None, (max_batches, subject.max_batches, len(batches))), default=0)
+    run = subject.program("losses", losses)
     for batch in batches.stream(0, count):
-        result = subject.program("losses", losses)(snapshot.params, subject.share.place(batch))
+        result = run(snapshot.params, subject.share.place(batch))
         yield tuple(map(np.asarray, jax.device_get(result)))

@@ -270,7 +270,7 @@ def load_run(folder: Path, left_out: list[str], name: str) -> RunResult | None:
 
 
 def _comparable(arms: dict[str, Arm], sweep: Sweep, left_out: list[str]) -> dict[str, Arm]:
-    """Leaves out runs that were evaluated differently, undeclared, and adds why to `left_out`."""
+    """Leaves out runs that were evaluated unlike those of the first arm, the baseline."""
     first, comparable = next(run for arm in arms.values() for run in arm.runs.values()), {}
     for name, arm in arms.items():
         # A damaged manifest may contain NaN, which differs from itself.

@@ -164,8 +164,8 @@ def train_and_evaluate(folder: Path, names: Sequence[str], evaluate: Callable) -
     are trained together, or else one by one. Failed runs are recorded. Returns the exit code."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # training saves before it exits
     runs = {run.name: run for run in load_study(folder).runs}
-    for name in [x for x in names if x not in runs]:
-        raise UserError(f"--runs: no run {name!r}; {nearest(name, runs)}")
+    if unknown := [name for name in names if name not in runs]:
+        raise UserError(f"--runs: no run {unknown[0]!r}; {nearest(unknown[0], runs)}")
     chosen = [runs[name] for name in names]
     claimed = chosen if process_index_and_count()[0] == 0 else []
     for run in claimed:
@@ -207,15 +207,17 @@ def _train_and_evaluate(chosen: Sequence[PlannedRun], evaluate: Callable) -> int
             except Exception as e:
                 names = ", ".join(run.name for run in group)
                 _log_error(f"{names}: trained one by one, because training together failed", e)
-        for run in (x for x in group if not loop.received_signals and unfinished(x)):
-            with isolated(run):
-                if loop.train(run.config, run.folder) < run.config.train.steps:
-                    return 143  # on a pod, another host may have received the signal
+        for run in group:
+            if not loop.received_signals and unfinished(run):
+                with isolated(run):
+                    if loop.train(run.config, run.folder) < run.config.train.steps:
+                        return 143  # on a pod, another host may have received the signal
         if loop.received_signals:
             return 143
-    for run in (x for x in chosen if x not in failed and not x.status().is_finished):
-        with isolated(run):
-            evaluate(run)
+    for run in chosen:
+        if run not in failed and not run.status().is_finished:
+            with isolated(run):
+                evaluate(run)
     return 1 if failed else 0
 
 

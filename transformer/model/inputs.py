@@ -42,7 +42,7 @@ def locate(
     prefix_BxT, positions = prefix_mask.astype(bool), jnp.broadcast_to(positions, tokens_BxT.shape)
     together_BxTxT = (segment_ids[:, :, None] == segment_ids[:, None, :]) & prefix_BxT[:, None, :]
     end_BxT = jnp.max(jnp.where(together_BxTxT, positions[:, None, :], 0), axis=-1)
-    return Tokens(positions, segment_ids, jnp.where(prefix_BxT, end_BxT, positions), order)
+    return Tokens(positions, segment_ids, jnp.where(prefix_BxT, end_BxT, positions), order=order)
 
 
 def check_interruptions(config: ModelConfig, side: str, segments_BxT: np.ndarray | None) -> None:

@@ -28,13 +28,13 @@ class Tokens:
     segments_BxT: jax.Array  # int32, its document in the sequence, from 1; 0: padding, empty slot
     # int32, the last position that a token may attend to if causal: a prefix's end. None: its own
     until_BxT: jax.Array | None = None
-    # int32, where its document starts if positions are indices in the sequence. None: 0
+    # int32, where its document starts, where positions are indices in the sequence; see `by_index`
     start_BxT: jax.Array | None = None
     order: str = struct.field(pytree_node=False, default="")
 
     @property
     def positions_in_document(self) -> jax.Array:
-        """The positions, also if `positions_BxT` are indices in the sequence."""
+        """The positions of tokens within their documents."""
         start = self.start_BxT
         return self.positions_BxT if start is None else self.positions_BxT - start
 

@@ -29,8 +29,9 @@ def keep_freed_memory() -> bool:
 
 
 def run_one_operation_per_device() -> None:
-    """Adds XLA's flags for this, unless they are set, if CPU devices are simulated. Otherwise, a
-    waiting collective can block the loop that another device waits for, and all deadlock."""
+    """Adds XLA flags for simulated devices, unless they are set. Where a device runs several
+    operations at once, a waiting collective can block the loop that another device waits for, and
+    all deadlock. XLA reads the flags when it starts."""
     flags = os.environ.get("XLA_FLAGS", "")
     if "xla_force_host_platform_device_count" in flags:
         for name in ("multi_thread_eigen", "enable_concurrency_optimized_scheduler"):

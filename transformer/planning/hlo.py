@@ -240,8 +240,9 @@ def largest(program: HloProgram, max_arrays: int = 8) -> list[tuple[float, str, 
     for op, computation, _, fused in program.runs:
         argument = op.opcode == "parameter" and computation is not entry
         in_place = op.source.endswith("dynamic_update_slice")
-        excluded = fused or op.opcode in _FORWARDS or argument or in_place
-        for array in [] if excluded else [x for x in op.arrays if not x.on_chip]:
+        if fused or op.opcode in _FORWARDS or argument or in_place:
+            continue
+        for array in [x for x in op.arrays if not x.on_chip]:
             shape = f"{array.dtype}[{','.join(map(str, array.dims))}]"
             origin = f"argument {op.literal}" if op.opcode == "parameter" else op.opcode
             sizes.setdefault((shape, op.source or origin), array.bytes)

@@ -38,7 +38,7 @@ def search(
     # Parameters, gradients, optimizer moments and the moving average
     copies = 2 + config.optimizer.rule.moments + bool(config.train.ema_decay)
     state = size * (4 if config.model.param_dtype == "float32" else 2) * copies
-    room = topology.chip.hbm / topology.chip.devices if topology.chip.hbm else math.inf
+    room = topology.chip.hbm / topology.chip.devices
     rung = 0  # the rung on which the previous mesh fit; the next mesh needs about as much
     for mesh in sorted(_meshes(config, topology), key=lambda mesh: _sent_bytes(config, size, mesh)):
         held = state / (mesh["stage"] * mesh["fsdp"] * mesh["expert"] * mesh["tensor"])

@@ -39,9 +39,9 @@ def run(args, overrides) -> int:
         return 0
     if args.family:
         raise UserError("--family: applies to --to only; leave it out (--from reads config.json)")
-    for key in [x for x in overrides if x.split(".")[0] not in ("model", "mesh", "platform")]:
+    if keys := [x for x in overrides if x.split(".")[0] not in ("model", "mesh", "platform")]:
         way_out = "set only model, mesh and platform"
-        raise UserError(f"--config.{key}: a converted model has no training; {way_out}")
+        raise UserError(f"--config.{keys[0]}: a converted model has no training; {way_out}")
     from transformer.api import cache_compiled_programs
     from transformer.data.tokenizer import find_tokenizer
     from transformer.parallel.processes import start_processes

@@ -95,8 +95,8 @@ def _check(args, machine) -> tuple[str, ...]:
     if args.search and not chip.flops:
         raise UserError(f"--search: the speed of a {chip.title} is unknown; name a TPU or a GPU")
     only = ("train",) if args.arms else tuple(args.only.split(",")) if args.only else PROGRAMS
-    for name in [x for x in only if x not in PROGRAMS]:
-        raise UserError(f"--only: no program {name!r}; {nearest(name, PROGRAMS)}")
+    if unknown := [name for name in only if name not in PROGRAMS]:
+        raise UserError(f"--only: no program {unknown[0]!r}; {nearest(unknown[0], PROGRAMS)}")
     if args.arms and args.only:
         raise UserError("--arms: plans the training step of every arm; leave out --only")
     if args.price is not None and "train" not in only:

@@ -116,7 +116,7 @@ class Objective:
     # Every token of a held-out text is a target exactly once, so bits per byte are meaningful.
     scores_every_token: ClassVar[bool] = False
     can_pack: ClassVar[bool] = True  # sequences can be packed (`data.packing`)
-    has_variable_length: ClassVar[bool] = True  # unpacked, they differ in length (buckets)
+    has_variable_length: ClassVar[bool] = True  # unpacked sequences differ in length (buckets)
     never_splits: ClassVar[bool] = False  # `data.too_long` drops or cuts texts, never splits them
     has_prefix: ClassVar[bool] = False  # a decoder gets a prefix, which it reads bidirectionally
     generates_text: ClassVar[bool] = True  # the model can generate text

@@ -51,8 +51,8 @@ class Inputs:
         sequences then have the same positions, so that one bias array serves the whole batch, and
         blocks of tokens that a mask excludes are known from the positions. Results do not change if
         the tokens of a document are contiguous, queries attend only to keys of their document, and
-        the position scheme's logits depend on distances alone. The scheme may also depend on the
-        positions of queries if the backend knows `start_BxT` (`with_starts`)."""
+        the position scheme's logits depend on distances alone. `with_starts`: and on the positions
+        of queries, from which the backend subtracts `start_BxT`."""
         q, k, position = self.q_tokens, self.k_tokens, self.logits_position
         in_order = q.order == k.order in ("contiguous", "zigzag")
         aligned = self.first is not None or q.positions_BxT.shape[1] == k.positions_BxT.shape[1]
@@ -67,7 +67,7 @@ class Inputs:
         if until is not None:
             until = until - q.positions_BxT + q_indices
         if not by_distance:
-            q = q.replace(start_BxT=q_indices - q.positions_BxT)
+            q = q.replace(start_BxT=q_indices - q.positions_in_document)
         q = q.replace(positions_BxT=q_indices, until_BxT=until)
         return self.replace(q_tokens=q, k_tokens=k.replace(positions_BxT=k_indices))
 

@@ -77,8 +77,9 @@ class Pair:
 
 @struct.dataclass
 class Lines:
-    """A function f of one number x, for each head. It is linear between J knots in ascending order:
-    f(x) = a_i + b_i x from knot i to knot i + 1, and before the first. No x is after the last."""
+    """A continuous function f of one number x, for each head, that is linear between J knots in
+    ascending order. Line i, f(x) = a_i + b_i x, holds from knot i to knot i + 1, and line 0 also
+    before knot 0. All x are below the last knot. Knots have no gradient. I = J - 1."""
 
     knots_NxJ: jax.Array
     a_NxI: jax.Array
@@ -93,7 +94,8 @@ class Terms:
         o_t = sum_s w_ts (v_s + values[d])
 
     Terms that are None are absent. D distances; N may be 1, for all heads. With `lines`, a function
-    f, bias[d] is replaced by f(rows_t bias[d]); `Position.rows` returns rows_t."""
+    f, bias[d] is replaced by f(rows_t bias[d]). The backend sets `rows_BxNxT` from
+    `Position.rows`. Lines and `ends` exclude each other."""
 
     scale: float = struct.field(pytree_node=False)
     bias_NxD: jax.Array | None = None
@@ -121,7 +123,8 @@ class Position:
     declare parameters, and `project` uses a layer's. `at` computes values that all layers share."""
 
     def __init_subclass__(cls):
-        cls.by_distance |= "distance_bias" in vars(cls)
+        by_distance = cls.by_distance or "distance_bias" in vars(cls)
+        cls.by_distance = by_distance and "rows" not in vars(cls)
 
     def check(self, facts: StackFacts) -> str | None:
         """Returns why the scheme cannot serve this stack, in one line, or None."""
@@ -186,14 +189,14 @@ class Position:
         return out_BxTxNxH
 
     def terms(self, distance_D: jax.Array, scale: float) -> Terms:
-        """Returns all that the scheme adds to attention at these distances. A scheme whose `score`
-        and `value` depend on positions only through distance overrides it, so that fused kernels
-        support the scheme. `scale` is that of the products."""
+        """Returns all that the scheme adds to attention at these distances. A scheme overrides it,
+        so that fused kernels support it, if its `score` and `value` depend on distance alone, or
+        its `bias` is a function of a row times one of distance. `scale` is that of the products."""
         return Terms(scale, self.distance_bias(distance_D))
 
-    def rows(self, q_positions_BxT: jax.Array) -> jax.Array | None:
-        """Returns float32[B, T], which multiplies the bias of `terms` before `lines`, or None."""
-        return None
+    def rows(self, q_positions_BxT: jax.Array) -> jax.Array:
+        """Returns float32[B, T], not 0, which multiplies the bias of `terms` before its lines."""
+        return jnp.ones(q_positions_BxT.shape, jnp.float32)
 
     @property
     def is_distance_bias(self) -> bool:

@@ -4,7 +4,6 @@ Shape suffixes: B batch, T query length, S key length, N heads, R buckets."""
 
 import functools
 import math
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -227,13 +226,11 @@ class Fire(Position):
         knots_J = jnp.array([0.0 if self.causal else -FAR, FAR])
         fixed = jax.lax.stop_gradient(self.layers)
         for i in (1, 2):
-            unit_zeros = _zeros(lambda x, i=i: _network(fixed[:i], x), knots_J)
-            knots_J = jnp.sort(jnp.concatenate([knots_J, unit_zeros]))
-            is_first = jnp.diff(knots_J, prepend=-2 * FAR) > 1e-6
+            knots_J = jnp.sort(jnp.concatenate([knots_J, _zeros(fixed[:i], knots_J)]))
+            is_first = jnp.diff(knots_J, prepend=-2 * FAR) > 1e-6  # others change f by rounding
             knots_J = jnp.sort(jnp.where(is_first, knots_J, FAR))
-        x_I = _points(knots_J)
-        f_IxN, slope_IxN = _with_slope(lambda x: _network(self.layers, x), x_I)
-        lines = Lines(knots_J[None], (f_IxN - slope_IxN * x_I[:, None]).T, slope_IxN.T)
+        x_Ix1, f_IxN, slope_IxN = _tangents(self.layers, knots_J)
+        lines = Lines(knots_J[None], (f_IxN - slope_IxN * x_Ix1).T, slope_IxN.T)
         return Terms(scale, self._psi(distance_D)[None], lines=lines)
 
     def _largest(self, positions_BxT: jax.Array) -> jax.Array:
@@ -248,31 +245,29 @@ class Fire(Position):
 FAR = 1e6  # beyond all inputs
 
 
-def _network(layers: tuple, x: jax.Array) -> jax.Array:
+def _network(layers: tuple, x: jax.Array, precision: str | None = None) -> jax.Array:
     """Returns float32[..., outputs] of a network with ReLU units for numbers x."""
     h = x[..., None]
     for i, (kernel, bias) in enumerate(layers):
         h = jax.nn.relu(h) if i > 0 else h
-        h = jnp.matmul(h, kernel.astype(jnp.float32), precision="highest")
+        h = jnp.matmul(h, kernel.astype(jnp.float32), precision=precision)
         h += bias.astype(jnp.float32)
     return h
 
 
-def _with_slope(f: Callable, x_I: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return jax.jvp(f, (x_I,), (jnp.ones_like(x_I),))
-
-
-def _points(knots_J: jax.Array) -> jax.Array:
-    """Returns a point between each two knots. Far from 0, f(x) - slope x would not be exact."""
+def _tangents(layers: tuple, knots_J: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns a point between each two knots, and the value and the slope of the network there. Far
+    from 0, value - slope x would not be exact."""
     low, high = knots_J[:-1], knots_J[1:]
     nearest = jnp.clip(0.0, low, high)
-    return nearest + jnp.clip((low + high) / 2 - nearest, -0.5, 0.5)
+    x_I = nearest + jnp.clip((low + high) / 2 - nearest, -0.5, 0.5)
+    f = lambda x: _network(layers, x, "highest")
+    return x_I[:, None], *jax.jvp(f, (x_I,), (jnp.ones_like(x_I),))
 
 
-def _zeros(f: Callable, knots_J: jax.Array) -> jax.Array:
-    """Returns where each output of f is 0 between each two knots, or `FAR`. f is linear there."""
-    x_I = _points(knots_J)
-    f_IxW, slope_IxW = _with_slope(f, x_I)
-    zeros_IxW = x_I[:, None] - f_IxW / slope_IxW
+def _zeros(layers: tuple, knots_J: jax.Array) -> jax.Array:
+    """Returns where each output of a network, which is linear between knots, is 0, or `FAR`."""
+    x_Ix1, f_IxW, slope_IxW = _tangents(layers, knots_J)
+    zeros_IxW = x_Ix1 - f_IxW / slope_IxW
     inside = (zeros_IxW > knots_J[:-1, None]) & (zeros_IxW < knots_J[1:, None])
     return jnp.where(inside, zeros_IxW, FAR).reshape(-1)

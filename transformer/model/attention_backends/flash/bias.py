@@ -5,8 +5,8 @@ s], and f is linear between knots (`Lines`). In a tile, x lies between few of th
 these knots selects the line of each element, with a comparison and two selections. It runs for a
 few rows of the tile at a time, so that the line of each element stays in registers.
 
-The gradients of a line are sums over its elements, of d and of d x. They are differences of sums
-over all elements after a knot.
+With g the gradient of f(x), those of a line's a and b are the sums of g and g x over its elements.
+They are computed as differences of sums over all elements after a knot.
 
 Shape suffixes: N heads, J knots, I = J - 1 lines."""
 
@@ -19,25 +19,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
 from transformer.model.attention_backends.flash import toeplitz
 from transformer.model.attention_backends.flash.tiles import LANES, widen
 from transformer.model.positions.base import Lines, Terms
 
 ELEMENTS = 2**14  # of a tile at a time: 16 vector registers
-SUBLANES = toeplitz.SUBLANES
-
-
-def scalars(lines: Lines | None) -> Lines | None:
-    """Returns the lines as the kernels need them, [N, 1, J] and [N, 1, I], or None."""
-    return jax.tree.map(lambda x: x[:, None], lines)
-
-
-def line_spec(x: jax.Array) -> pl.BlockSpec:
-    """The numbers of a head, of [N, 1, J], in the memory of scalars."""
-    index = lambda n, *_: (n, 0, 0)
-    return pl.BlockSpec((None, *x.shape[1:]), index, memory_space=pltpu.SMEM)
 
 
 class Bend(NamedTuple):
@@ -87,7 +74,8 @@ class Bend(NamedTuple):
         d_ref, knots = self.f_ref, self.lines.knots_NxJ  # f is not needed again
         d_ref[...] = d_tile
         sums = d_lines.a_NxI, d_lines.b_NxI
-        fold = lambda y: sum(y[i : i + SUBLANES] for i in range(0, len(y), SUBLANES))
+        few = toeplitz.SUBLANES
+        fold = lambda y: sum(y[i : i + few] for i in range(0, len(y), few))
 
         def add(i, _):
             def add_part(at, d_ab):
@@ -95,19 +83,18 @@ class Bend(NamedTuple):
                 d = jnp.where((x >= knots[0, i]) | (i == self.first), d_ref[at, :], 0.0)
                 return d_ab[0] + fold(d), d_ab[1] + fold(d * x)
 
-            start = (jnp.zeros((SUBLANES, d_ref.shape[1]), jnp.float32),) * 2
+            start = (jnp.zeros((few, d_ref.shape[1]), jnp.float32),) * 2
             for ref, d in zip(sums, self._for_each_part(add_part, start), strict=True):
                 after = jnp.sum(d)
                 ref[0, i] += after
-                before = jnp.maximum(i - 1, 0)
-                ref[0, before] -= jnp.where(i > self.first, after, 0.0)
+                ref[0, jnp.maximum(i - 1, 0)] -= jnp.where(i > self.first, after, 0.0)
 
         lax.fori_loop(self.first, self.last + 1, add, None)
         return d_tile * self.slope_ref[...]
 
     def _for_each_part(self, process: Callable, start=None):
         """Calls process(index of some rows) or, with a start, process(index of rows, result)."""
-        rows = max(ELEMENTS // self.f_ref.shape[1], SUBLANES)
+        rows = ELEMENTS // self.f_ref.shape[1]
         at = lambda i: pl.ds(pl.multiple_of(i * rows, rows), rows)
         step = lambda i, x: process(at(i)) if start is None else process(at(i), x)
         return lax.fori_loop(0, self.f_ref.shape[0] // rows, step, start)
@@ -115,9 +102,9 @@ class Bend(NamedTuple):
 
 def _line(knots_1xJ, x: jax.Array) -> jax.Array:
     """Returns the index of the line that x is on, by a binary search."""
-    size, line = knots_1xJ.shape[1], jnp.int32(0)
-    for bit in reversed(range(size.bit_length())):
-        other = jnp.minimum(line + 2**bit, size - 1)
+    last, line = knots_1xJ.shape[1] - 2, jnp.int32(0)
+    for bit in reversed(range(last.bit_length())):
+        other = jnp.minimum(line + 2**bit, last)
         line = jnp.where(knots_1xJ[0, other] <= x, other, line)
     return line
 
@@ -132,8 +119,7 @@ class Bias(NamedTuple):
     @staticmethod
     def of(table_ref, start, lines: Lines | None, rows_ref, refs: list) -> "Bias":
         """`refs`: memory for the tile, of f(x) and, with gradients, of x and slopes."""
-        bend = None if lines is None else Bend.of(table_ref, start, rows_ref, lines, refs)
-        return Bias(table_ref, start, bend)
+        return Bias(table_ref, start, lines and Bend.of(table_ref, start, rows_ref, lines, refs))
 
     def add(self, tile: jax.Array) -> jax.Array:
         """Returns the tile plus its bias."""

@@ -111,8 +111,9 @@ class Call(NamedTuple):
             distances_D = offset + jnp.arange(-reach, T + more_T + 1, dtype=jnp.int32)
             args = q_BxTxNxH, k_BxSxKxH, v_BxSxKxV, position, inputs.scale, distances_D
             q_BxTxNxH, k_BxSxKxH, v_BxSxKxV, terms = prepare(*args)
-            if (rows_BxT := position.rows(inputs.q_tokens.positions_in_document)) is not None:
-                rows_BxT = jnp.pad(rows_BxT, ((0, 0), (0, more_T)))
+            if terms.lines is not None:
+                rows_BxT = position.rows(inputs.q_tokens.positions_in_document)
+                rows_BxT = jnp.pad(rows_BxT, ((0, 0), (0, more_T)), mode="edge")
                 shape = len(q_BxTxNxH), N, T + more_T
                 terms = terms.replace(rows_BxNxT=jnp.broadcast_to(rows_BxT[:, None], shape))
             kinds = kinds_of_tiles(offset, (T + more_T, S + more_S), (t, s), terms.ends)

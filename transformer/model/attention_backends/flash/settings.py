@@ -12,7 +12,6 @@ from jax.experimental.pallas import tpu as pltpu
 
 from transformer.model.attention_backends.blockwise import MASKED
 from transformer.model.attention_backends.flash import toeplitz
-from transformer.model.attention_backends.flash.bias import line_spec, scalars
 from transformer.model.attention_backends.flash.tiles import EACH, Limits
 from transformer.model.dropout import keep_pairs, token_bits
 from transformer.model.positions import Terms
@@ -96,19 +95,22 @@ def f32(*shape: int):
 
 
 def prepared(terms: Terms, dtype, reverse: bool = False) -> Terms:
-    """Returns the terms as the kernels need them: a packed bias, and tables of this type. The bias
-    is reversed for tiles whose lanes are queries."""
+    """Returns the terms as the kernels need them: a packed bias, tables of this type, and lines and
+    rows with an axis of 1. The bias is reversed for tiles whose lanes are queries."""
     bias_NxD = terms.bias_NxD[:, ::-1] if reverse and terms.bias_NxD is not None else terms.bias_NxD
     rest = terms.replace(bias_NxD=None, lines=None, rows_BxNxT=None)
     tables = jax.tree.map(lambda x: x.astype(dtype), rest)
-    rows = jax.tree.map(lambda x: x[:, :, None], terms.rows_BxNxT)
-    more = {"lines": scalars(terms.lines), "rows_BxNxT": rows}
+    lines, rows = jax.tree.map(lambda x: x[..., None, :], (terms.lines, terms.rows_BxNxT))
+    more = {"lines": lines, "rows_BxNxT": rows}
     return tables.replace(bias_NxD=toeplitz.packed(bias_NxD), **more)
 
 
 def term_specs(terms: Terms, row: pl.BlockSpec) -> Terms:
-    """The vector and the tables of a head, of [N, 8, D] and [N, D, H]; a `row` of its rows."""
-    of_head = lambda x: pl.BlockSpec((None, *x.shape[1:]), lambda n, *_: (n, 0, 0))
+    """The blocks of a head: of [N, 8, D], of [N, D, H], of lines, in the memory of scalars, and the
+    block `row` of its rows."""
+    of_head = lambda x, **memory: pl.BlockSpec(
+        (None, *x.shape[1:]), lambda n, *_: (n, 0, 0), **memory
+    )
     specs = jax.tree.map(of_head, terms)
-    lines = jax.tree.map(line_spec, terms.lines)
+    lines = jax.tree.map(functools.partial(of_head, memory_space=pltpu.SMEM), terms.lines)
     return specs.replace(lines=lines, rows_BxNxT=None if terms.rows_BxNxT is None else row)
