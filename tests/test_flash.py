@@ -305,7 +305,7 @@ def test_flash_reports_unsupported_inputs():
         ),
         "the mask": base.replace(mask=PAST & even),
         "does not support the mask": base.replace(mask=CAUSAL),
-        "too many lines": base.replace(
+        "up to 5,000 knots": base.replace(
             position=bound_scheme({"name": "fire", "width": 70}, "decoder", ORDERED)
         ),
     }

@@ -25,17 +25,14 @@ from transformer.model.attention_backends.flash.terms import shapes
 from transformer.model.attention_backends.ring import ring, why_not as why_no_ring
 from transformer.model.sharding import axis_of
 
-MOST_KNOTS = 5000  # of a scheme's lines; in the backward kernel, each takes 48 bytes for scalars
-
 
 def why_not(q, k, v, inputs: Inputs) -> str | None:
     """Returns why the backend does not support these inputs, in a few words, or None."""
     position, mask = inputs.logits_position, inputs.mask
     by_distance = position is not None and position.has_terms
     in_order = inputs.q_tokens.order == inputs.k_tokens.order in ("contiguous", "zigzag")
-    terms = shapes(position) if by_distance else None
-    lines = terms.lines if terms is not None else None
-    has_tables = terms is not None and (terms.tables or lines is not None)
+    terms = shapes(position if by_distance else None)
+    lines, has_tables = terms.lines, terms.tables or terms.lines is not None
     problems = {
         "on GPUs, the position scheme may depend on distance alone": has_tables and call.on_gpu(),
         "on GPUs, it supports head sizes up to 256": max(q.shape[-1], v.shape[-1]) > 256
@@ -43,7 +40,9 @@ def why_not(q, k, v, inputs: Inputs) -> str | None:
         f"it does not support the mask {mask}": not (mask.plain and mask.within),
         "the position scheme is not a function of distance": position and not by_distance,
         "distances differ from those in the sequence": by_distance and not in_order,
-        "the position scheme has too many lines": lines and lines.knots_NxJ.shape[-1] > MOST_KNOTS,
+        # In the backward kernel, each knot takes 48 bytes of the memory for scalars.
+        "it supports lines with up to 5,000 knots, without `ends`": lines
+        and (terms.ends or lines.knots_NxJ.shape[-1] > 5000),
     }
     reason = next((reason for reason, holds in problems.items() if holds), None)
     return reason or (why_no_ring(q, k, v, inputs) if _is_sharded(q) else None)
