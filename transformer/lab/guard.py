@@ -132,8 +132,8 @@ def check(sweep: Sweep, configs: Configs, facts: Mapping[str, Facts]) -> None:
     is a control; the primary metric depends on the tokenizer, which differs; arms differ in an
     undeclared fact; or a declaration or control is invalid."""
     twin_of = twins(configs, {arm: (fact.parameters, fact.flops) for arm, fact in facts.items()})
-    if undeclared := [pair for pair in twin_of.items() if not sweep.controls.keys() & {*pair}]:
-        (arm, first), relation = undeclared[0], "are the same experiment"
+    if alike := [pair for pair in twin_of.items() if not sweep.controls.keys() & {*pair}]:
+        (arm, first), relation = alike[0], "are the same experiment"
         if configs[arm] != configs[first]:
             fields = ", ".join(different_fields(configs[arm], configs[first]))
             relation = f"differ in {fields}, but build the same programs"
