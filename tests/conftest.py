@@ -184,8 +184,8 @@ def run_random(config: ModelConfig, *inputs, **options):
 
     Each parameter is drawn when the model first reads it, so that nothing has to be traced before.
     """
-    # With seed 0, the error of FIRE in an encoder with hyper-connections is 1.1 of what is allowed at
-    # one ill-conditioned token.
+    # With seed 0, FIRE with hyper-connections has an ill-conditioned token: its error is 1.1 of what
+    # is allowed.
     draw = drawing(config, seed=1, noise=0.3)
 
     def param(module, name, init, *shape_and_dtype):
